@@ -200,7 +200,8 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
     """Of the persistent GEMM."""
     costs = SWAP_AB if config.swaps_operands else GEMM
     m_tiles = ceil_div(rows, config.tile_m * config.cluster)
-    tiles, clusters = m_tiles * ceil_div(spec.n, config.columns(spec.parts)), ctas // config.cluster
+    together, clusters = config.tiles_together(spec), ctas // config.cluster
+    tiles = m_tiles * ceil_div(spec.n, config.columns(spec.parts) * together)
     waves = ceil_div(tiles, clusters)
     tile_k = block_k(spec.dtypes)
     box_bytes = 2 * config.box_n * tile_k * spec.dtypes.weight.itemsize
@@ -223,9 +224,9 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
         )
 
     last = tiles - (waves - 1) * clusters
-    products_ns = ceil_div(spec.k, tile_k) * ((waves - 1) * step_ns(clusters) + step_ns(last))
+    products_ns = ceil_div(spec.k, tile_k) * together * ((waves - 1) * step_ns(clusters) + step_ns(last))
     # All weights come from memory once.
     weights_ns = spec.weight_rows * spec.k * spec.dtypes.weight.itemsize / (GEMM_MEMORY * rates.memory * sms)
-    epilogues = 1 if config.overlaps_epilogue else waves
+    epilogues = 1 if config.overlaps_epilogue else waves * together
     stored_ns = epilogues * config.tile_m * config.columns(spec.parts) / costs.stored_per_ns
     return max(products_ns, weights_ns) + stored_ns + costs.launch_ns

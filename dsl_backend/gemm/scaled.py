@@ -6,8 +6,8 @@ float32. Scales that all columns of a row share are multiplied into the sum, the
 are multiplied into the sum over these columns, their product first, and the scaled sums are added in float32.
 """
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
 
@@ -54,6 +54,7 @@ class ScaledGemmSpec(GemmSpec):
         dtype: of the bias, and of an output that is not quantised: float16 or bfloat16.
         out: format of a quantised output; None is one in `dtype`. With TENSOR_SCALED the scale is given, with the
             others it is computed: largest magnitude / 448, see `quant.reference.scales_of`.
+        wide: the output is float32, which another launch quantises; `out` is None.
         dtypes: follow from these.
     """
 
@@ -61,6 +62,7 @@ class ScaledGemmSpec(GemmSpec):
     weight: ScaledFormat
     dtype: torch.dtype = torch.bfloat16
     out: ScaledFormat | None = None
+    wide: bool = False
     dtypes: Dtypes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,8 +74,10 @@ class ScaledGemmSpec(GemmSpec):
         outputs = (*OUTPUTS, *MMA_OUTPUTS)
         if self.out is not None and self.out not in outputs:
             raise InvalidInput(f"out is {self.out}: {'; '.join(map(str, outputs))} or None is needed")
+        require(not (self.wide and self.out), f"wide: an output in float32 is not {self.out}")
+        unquantised = torch.float32 if self.wide else self.dtype
         found = Dtypes(
-            x=self.x.values, weight=self.weight.values, out=self.dtype if self.out is None else self.out.values
+            x=self.x.values, weight=self.weight.values, out=unquantised if self.out is None else self.out.values
         )
         object.__setattr__(self, "dtypes", found)
         super().__post_init__()
@@ -90,6 +94,11 @@ class ScaledGemmSpec(GemmSpec):
     def out_scale_given(self) -> bool:
         """Whether the output's scale is an input."""
         return self.out == TENSOR_SCALED
+
+    @property
+    def widened(self) -> Self:
+        """The same with an output in float32."""
+        return replace(self, out=None, wide=True)
 
     def __str__(self) -> str:
         formats = f", x {self.x}, weight {self.weight}" + ("" if self.out is None else f", out {self.out}")

@@ -38,9 +38,10 @@ class Dtypes:
 
     def __post_init__(self) -> None:
         for name in ("x", "weight", "out"):
-            # Those that need a scale are for `gemm.scaled`, and `GemmSpec.check_dtypes` refuses them.
-            if getattr(self, name) not in SCALED_DTYPES:
-                checks.dtype(f"dtype of {name}", getattr(self, name), DTYPES)
+            # Those that need a scale, and float32, are for `gemm.scaled`, and `GemmSpec.check_dtypes` refuses them.
+            dtype = getattr(self, name)
+            if not (dtype in SCALED_DTYPES or (name == "out" and dtype == torch.float32)):
+                checks.dtype(f"dtype of {name}", dtype, DTYPES)
 
     @property
     def uniform(self) -> bool:
@@ -104,6 +105,7 @@ class GemmSpec:
                 f"dtype of {name} is {short(dtype)}, which needs a scale: one of {', '.join(map(short, DTYPES))} is "
                 "needed",
             )
+        checks.dtype("dtype of out", self.dtypes.out, DTYPES)
 
     @property
     def parts(self) -> int:

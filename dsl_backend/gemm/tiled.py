@@ -29,7 +29,7 @@ class GemmParams:
 
     Attributes:
         tma_atom_x, tma_atom_x_tail, tma_atom_w: copies of [tile_m, block_k], [TAIL_ROWS, block_k] and [box_n, block_k].
-        tma_atom_out: copies of an epilogue tile of the output.
+        tma_atom_out: copies of an epilogue tile of the output; None where threads store what they have.
         mX, mW, mOut: coordinates [m, k], [n, k, parts], [m, n].
         mBias: [parts * n]. mResidual: [m, n]. Either may be missing.
     """
@@ -84,13 +84,14 @@ class GemmBase:
         self.weight_bytes = config.stage_bytes(key.dtypes) - config.tile_m * self.x_row_bytes
 
     def params(
-        self, operands: GemmOperands, x_op, weight_op, sOut_tile: cute.ComposedLayout, epi_tile: tuple[int, int]
+        self, operands: GemmOperands, x_op, weight_op, sOut_tile: cute.ComposedLayout | None, epi_tile: tuple[int, int]
     ) -> GemmParams:
         """The kernel's, with TMA descriptors.
 
         Args:
             x_op, weight_op: kinds of TMA copies.
-            sOut_tile, epi_tile: what is stored at once, in shared memory and its shape.
+            sOut_tile, epi_tile: what is stored at once, in shared memory and its shape; sOut_tile is None where
+                registers are stored.
         """
         x, out = operands.x, operands.out
         tma_atom_x, mX = cpasync.make_tiled_tma_atom(
@@ -100,8 +101,10 @@ class GemmBase:
             x_op, x, box_layout(TAIL_ROWS, self.block_k), (TAIL_ROWS, self.block_k)
         )
         tma_atom_w, mW = self.weight_copy(operands, weight_op)
-        store = cpasync.CopyBulkTensorTileS2GOp()
-        tma_atom_out, mOut = cpasync.make_tiled_tma_atom(store, out, sOut_tile, epi_tile)
+        tma_atom_out, mOut = None, out
+        if sOut_tile is not None:
+            store = cpasync.CopyBulkTensorTileS2GOp()
+            tma_atom_out, mOut = cpasync.make_tiled_tma_atom(store, out, sOut_tile, epi_tile)
         return GemmParams(
             tma_atom_x, tma_atom_x_tail, mX, tma_atom_w, mW, tma_atom_out, mOut, operands.bias, operands.residual
         )

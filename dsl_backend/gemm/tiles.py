@@ -81,6 +81,10 @@ class GemmTiles:
         """Columns of the output in a tile."""
         return 2 * self.box_n // parts
 
+    def tiles_together(self, spec: GemmSpec) -> int:
+        """Tiles side by side that one CTA finishes, one after the other."""
+        return 1
+
     def epilogue_elements(self, parts: int) -> int:
         """Elements of the output that are staged in shared memory."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ from cutlass import cute
 
 # e4m3 and pairs of e2m1 go through copies as bytes.
 NUMERIC = {
+    torch.float32: cutlass.Float32,
     torch.float16: cutlass.Float16,
     torch.bfloat16: cutlass.BFloat16,
     torch.float8_e4m3fn: cutlass.Uint8,

@@ -72,6 +72,23 @@ class Sum(NamedTuple):
         return Sum(cute.arch.warp_reduction(self.total, add, threads_in_group=count))
 
 
+class Max(NamedTuple):
+    """The maximum of values that are at least 0; NaN is ignored."""
+
+    maximum: cutlass.Float32
+
+    @staticmethod
+    def empty() -> "Max":
+        return Max(cutlass.Float32(0.0))
+
+    @staticmethod
+    def tree(states: Sequence["Max"]) -> "Max":
+        return Max(tree_max([state.maximum for state in states]))
+
+    def lanes(self, count: int) -> "Max":
+        return Max(cute.arch.warp_reduction(self.maximum, cute.arch.fmax, threads_in_group=count))
+
+
 class SumMax(NamedTuple):
     """A sum of float32 values, and the maximum of others that are at least 0; NaN is ignored by the maximum."""
 

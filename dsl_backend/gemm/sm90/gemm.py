@@ -112,7 +112,11 @@ class Gemm(GemmBase):
         smem = cutlass.utils.SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
-        sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
+        sOut = None
+        if cutlass.const_expr(sOut_layout is not None):
+            sOut = smem.allocate_tensor(
+                self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner
+            )
         pipeline = self.load_edge.allocate(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -120,7 +124,8 @@ class Gemm(GemmBase):
                 pipeline.init()
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_x, params.tma_atom_x_tail, params.tma_atom_w, params.tma_atom_out):
-                cpasync.prefetch_descriptor(atom)
+                if cutlass.const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         self.zero_fill(params, sX, cta_rank, cute.arch.thread_idx()[0], self.threads)
         if cutlass.const_expr(self.cluster > 1):

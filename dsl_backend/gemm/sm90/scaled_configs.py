@@ -60,10 +60,17 @@ class ScaledGemmConfig(GemmConfig):
         """Tiles side by side that a CTA finishes together, so that a group of the output's columns is complete."""
         return 1 if out is None or not out.blocked else GROUP // self.columns(parts)
 
+    def tiles_together(self, spec: ScaledGemmSpec) -> int:  # type: ignore[override]
+        return self.tiles_of_group(spec.out, spec.parts)
+
     def held(self, out: ScaledFormat | None, parts: int) -> int:
         """Registers of a thread for outputs that wait for the rest of their group."""
         waiting = self.tiles_of_group(out, parts) - 1
         return waiting * self.accumulators // parts
+
+    def smem_bytes(self, spec: ScaledGemmSpec) -> int:  # type: ignore[override]
+        staged = self.epilogue_elements(spec.parts) * spec.dtypes.out.itemsize
+        return super().smem_bytes(spec) - (staged if spec.wide else 0)
 
     def objections(self, spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:  # type: ignore[override]
         reasons = blocked_objections(spec)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
+import torch
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
@@ -24,6 +25,7 @@ from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_operand
+from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, fma, tree_max
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import raster
@@ -31,6 +33,8 @@ from dsl_backend.quant.format import E4M3, GROUP
 from dsl_backend.quant.reference import LEAST_OF_GROUP
 
 E4M3_MAX = E4M3.largest
+# Blocks of k whose scales a thread has or awaits.
+AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class ScaledGemm(Gemm):
         config = key.config
         self.promotion, self.blocked = config.promotion, key.weight.blocked
         self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
-        self.out_format = key.out
+        self.out_format, self.wide = key.out, key.dtypes.out == torch.float32
         self.group_tiles = config.tiles_of_group(key.out, self.parts)
         # The bias is added in the epilogue, behind the scales.
         self.biased = False
@@ -137,12 +141,15 @@ class ScaledGemm(Gemm):
                     self.promoted_mainloop(acc, total, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
                 if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
                     self.hold(params, total, held, part, thread, row, n_tile)
+                elif cutlass.const_expr(self.wide):
+                    self.store_wide(params, total, row, n_tile, thread)
                 else:
                     self.epilogue(params, total, sOut, group, thread, m_tile, n_tile, row_tile)
             if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
                 self.epilogue_of_groups(params, held, sOut, group, thread, m_tile, n_tile, row_tile)
-        if thread < 32:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(not self.wide):
+            if thread < 32:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def thread_row(self, thread):
         """The first of a thread's rows among 64 of accumulators; the other one is 8 below."""
@@ -235,16 +242,20 @@ class ScaledGemm(Gemm):
         """
         k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
-        scales = self.scales_of_block(params, row, first_rows, 0)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            # The next block's are on their way while this one is multiplied.
-            following = self.scales_of_block(params, row, first_rows, cutlass.min(k_tile + 1, k_tiles - 1))
-            self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False)
-            wgmma.wait_group(0)
-            fence_operand(acc)
-            pipeline.warpgroup_release(start + k_tile, thread)
-            self.add_scaled(acc, total, scales, first_rows)
-            scales.store(following.load())
+        # Of two blocks: one's are loaded while the other is multiplied. Without a move from one to the other, nothing
+        # waits for them before the block that they are of.
+        ahead = [self.scales_of_block(params, row, first_rows, cutlass.min(i, k_tiles - 1)) for i in range(AHEAD)]
+        for first in cutlass.range(0, k_tiles, AHEAD, unroll=1):
+            for i in cutlass.range_constexpr(AHEAD):
+                k_tile = first + i
+                if k_tile < k_tiles:
+                    self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False)
+                    wgmma.wait_group(0)
+                    fence_operand(acc)
+                    pipeline.warpgroup_release(start + k_tile, thread)
+                    self.add_scaled(acc, total, ahead[i], first_rows)
+                    following = cutlass.min(k_tile + AHEAD, k_tiles - 1)
+                    ahead[i].store(self.scales_of_block(params, row, first_rows, following).load())
 
     def first_weight_row(self, params: ScaledParams, n_tile, box: int):
         """The first row of weights of a box of a tile."""
@@ -397,16 +408,50 @@ class ScaledGemm(Gemm):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=lanes))
         return cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3_MAX)
 
-    def sOut_layout(self) -> cute.ComposedLayout:
+    @cute.jit
+    def store_wide(
+        self,
+        params: ScaledParams,
+        total: cute.Tensor,
+        row: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Sums in float32 from registers to the output: four lanes store 32 neighbouring bytes, a sector.
+
+        Args:
+            row: the first of the thread's rows.
+        """
+        pair = cute.make_rmem_tensor(2, cutlass.Float32)
+        (m, n), first_column = params.mOut.shape, n_tile * self.columns
+        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
+            first_row = row + mma_tile * MMA_M
+            values = self.outputs(params, total, mma_tile, first_row, first_column, thread)
+            for b in cutlass.range_constexpr(2):
+                start = cutlass.Int64(first_row + 8 * b) * params.mOut.stride[0]
+                for j in cutlass.range_constexpr(self.columns // 8):
+                    column = first_column + 8 * j + 2 * (thread % 4)
+                    if first_row + 8 * b < m and column < n:
+                        pair[0], pair[1] = values[j][b]
+                        store_vector(pair, params.mOut.iterator, start + column)
+
+    def sOut_layout(self) -> cute.ComposedLayout | None:  # type: ignore[override]
         """Of the consumers' output buffers. In 8 bits a row's 16-byte vectors are permuted by its place among others.
 
-        Rows of 32, 64 and 128 bytes have TMA's swizzles of as many bytes, all others none.
+        Rows of 32, 64 and 128 bytes have TMA's swizzles of as many bytes, all others none. None where threads store
+        what they have.
         """
+        if self.wide:
+            return None
         if self.out_format is None:
             return super().sOut_layout()
         shape = (MMA_M, self.columns, CONSUMERS)
         plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
         return cute.make_composed_layout(cute.make_swizzle(self.swizzle_bits, 4, 3), 0, plain)
+
+    def sOut_tile(self, sOut_layout: cute.ComposedLayout | None) -> cute.ComposedLayout | None:  # type: ignore[override]
+        """One of these buffers."""
+        return None if sOut_layout is None else super().sOut_tile(sOut_layout)
 
     @property
     def swizzle_bits(self) -> int:

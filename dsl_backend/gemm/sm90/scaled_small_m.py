@@ -17,7 +17,7 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.scaled_configs import ScaledSmallMConfig
-from dsl_backend.gemm.sm90.scaled_gemm import as_e4m3
+from dsl_backend.gemm.sm90.scaled_gemm import AHEAD, as_e4m3
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.gemm.small_m import Received, SmallMParams, StreamKWork
 from dsl_backend.gemm.views import bias_of
@@ -104,27 +104,30 @@ class ScaledSmallMGemm(SmallMGemm):
             acc_0.fill(0.0)
             acc_1.fill(0.0)
         part_0, part_1 = (cute.make_rmem_tensor(acc_0.shape, cutlass.Float32) for _ in range(2))
-        scales = self.scales_of_block(place, start, thread)
-        for i in cutlass.range(count, unroll=1):
-            position = start + i
-            # The next position's are on their way while this one is multiplied.
-            following = self.scales_of_block(place, start + cutlass.min(i + 1, count - 1), thread)
-            # One that was changed in a loop could not be used behind it.
-            replacing = self.tiled_mma()
-            replacing.set(wgmma.Field.ACCUMULATE, False)
-            self.issue(replacing, part_0, part_1, *operands, pipeline, position)
-            wgmma.wait_group(0)
-            fence_operand(part_0)
-            fence_operand(part_1)
-            if i < count - 1:
-                pipeline.warpgroup_release(position, thread)
-            if cutlass.const_expr(self.blocked):
-                self.add_scaled(acc_0, part_0, scales, 0)
-                self.add_scaled(acc_1, part_1, scales, 1)
-                scales.store(following.load())
-            else:
-                acc_0.store(acc_0.load() + part_0.load())
-                acc_1.store(acc_1.load() + part_1.load())
+        # As in `ScaledGemm.mainloop_of_blocks`.
+        turns = AHEAD if self.blocked else 1
+        ahead = [self.scales_of_block(place, start + cutlass.min(i, count - 1), thread) for i in range(turns)]
+        for first in cutlass.range(0, count, turns, unroll=1):
+            for turn in cutlass.range_constexpr(turns):
+                i = first + turn
+                if i < count:
+                    # One that was changed in a loop could not be used behind it.
+                    replacing = self.tiled_mma()
+                    replacing.set(wgmma.Field.ACCUMULATE, False)
+                    self.issue(replacing, part_0, part_1, *operands, pipeline, start + i)
+                    wgmma.wait_group(0)
+                    fence_operand(part_0)
+                    fence_operand(part_1)
+                    if i < count - 1:
+                        pipeline.warpgroup_release(start + i, thread)
+                    if cutlass.const_expr(self.blocked):
+                        self.add_scaled(acc_0, part_0, ahead[turn], 0)
+                        self.add_scaled(acc_1, part_1, ahead[turn], 1)
+                        following = start + cutlass.min(i + turns, count - 1)
+                        ahead[turn].store(self.scales_of_block(place, following, thread).load())
+                    else:
+                        acc_0.store(acc_0.load() + part_0.load())
+                        acc_1.store(acc_1.load() + part_1.load())
 
     def scales_of_block(self, place: tuple, position, thread) -> cute.Tensor | None:
         """The scales of a position: of both boxes' weights, then of a thread's tokens; any past the last token.

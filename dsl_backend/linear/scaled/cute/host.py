@@ -1,37 +1,117 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of quantised operands by the GEMMs of SM90 and SM100."""
+"""Linear layers of quantised operands by the GEMMs of SM90 and SM100.
 
-from functools import lru_cache
+On SM90 an output with computed scales may take two launches: the products in float32, and what quantises them. With a
+scale for each row there is no other way. With scales of groups it is one for few rows: the streaming kernel has parts
+of a group, while a CTA of the other kernel finishes whole groups, 144 of which are two rounds of 132 SMs.
+"""
+
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
 
 from dsl_backend.gemm.configs import INVARIANT_FOR, Config, estimate_us
 from dsl_backend.gemm.cost import max_ctas
+from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_host import build, key_of, run
 from dsl_backend.gemm.sm90 import scaled_configs as sm90
 from dsl_backend.gemm.sm100 import scaled_configs as sm100
 from dsl_backend.gemm.spec import Rows
+from dsl_backend.gemm.tiles import SmallMTiles
+from dsl_backend.linear.scaled.dispatch import QUANTISED_BESIDE
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.cute import host as quantising
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
+# What a launch that quantises costs besides its bytes. An estimate: it was never timed.
+QUANTISING_US = 2.5
+
+
+class Choice(NamedTuple):
+    """How a layer is computed.
+
+    Attributes:
+        spec: of the products; with an output in float32 where another launch quantises it.
+        config: of its kernel.
+    """
+
+    spec: ScaledLinearSpec
+    config: Config
+
+
+def choices(spec: ScaledLinearSpec, target: Target) -> list[Choice]:
+    """All that serve a problem."""
+    arch = sm100 if target.tcgen05 else sm90
+    found = [Choice(spec, config) for config in arch.fitting(spec, target.smem_bytes)]
+    if arch is sm90 and spec.out in QUANTISED_BESIDE:
+        wide = spec.widened
+        found += [Choice(wide, config) for config in arch.fitting(wide, target.smem_bytes)]
+    return found
+
+
+def estimated_us(choice: Choice, rows: int, target: Target) -> float:
+    """By the cost model of 16-bit GEMMs, with the bytes and the operations of 8 bits."""
+    products_us = estimate_us(choice.config, choice.spec, rows, target)
+    if not choice.spec.wide:
+        return products_us
+    # Written and read in 4 bytes, and written in one, at what memory's stated rate gives in a microsecond.
+    return products_us + QUANTISING_US + 9 * rows * choice.spec.n / (1000 * target.chips[0].memory_gb_s)
+
 
 @lru_cache(maxsize=1 << 16)
-def chosen(spec: ScaledLinearSpec, rows: int, target: Target, libraries: str) -> tuple[Config, Function]:
-    """The kernel for so many rows, and its function, kept by what host code is linked with.
-
-    The cost model of 16-bit GEMMs chooses, with the bytes and the operations of 8 bits: nothing was timed.
-    """
+def chosen(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
+    """The best one for so many rows."""
     rows = INVARIANT_FOR if spec.batch_invariant else rows
+    return min(choices(spec, target), key=lambda choice: estimated_us(choice, rows, target))
+
+
+@lru_cache(maxsize=1 << 16)
+def functions(
+    spec: ScaledLinearSpec, choice: Choice, target: Target, libraries: str
+) -> tuple[Function, Function | None]:
+    """Of the products, and of the quantisation where it is a launch of its own; kept by what they are linked with."""
     arch = sm100 if target.tcgen05 else sm90
-    config = min(arch.fitting(spec, target.smem_bytes), key=lambda one: estimate_us(one, spec, rows, target))
-    return config, build(arch.kernel(spec, config), key_of(spec, config, spec.column_major), target)
+    kernel, key = arch.kernel(choice.spec, choice.config), key_of(choice.spec, choice.config, spec.column_major)
+    second = None
+    if choice.spec.wide:
+        assert spec.out is not None
+        second = quantising.build(spec.out, target)
+    return build(kernel, key, target), second
 
 
 def bind(spec: ScaledLinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:
-    """The kernel for the rows."""
+    """The kernels for the rows."""
     count = rows.on_host()
-    config, function = chosen(spec, count, target, toolkit.libraries())
-    ctas = max_ctas(config, count, target)
-    return lambda operands: run(function, config, operands, ctas, workspace)
+    return launch_of(spec, chosen(spec, count, target), count, target, workspace)
+
+
+def launch_of(spec: ScaledLinearSpec, choice: Choice, rows: int, target: Target, workspace: Workspace) -> Launch:
+    """A choice's kernels for the rows."""
+    function, second = functions(spec, choice, target, toolkit.libraries())
+    config, ctas = choice.config, max_ctas(choice.config, rows, target)
+    if second is None:
+        return lambda operands: run(function, config, operands, ctas, workspace)
+    return partial(run_both, function, second, config, ctas, workspace)
+
+
+def run_both(
+    function: Function,
+    second: Function,
+    config: Config,
+    ctas: int,
+    workspace: Workspace,
+    operands: ScaledOperands,
+) -> None:
+    """The products in float32 to scratch, behind what CTAs hand each other, and their quantisation."""
+    rows, n = operands.out.shape
+    handed_on = ctas * config.partials if isinstance(config, SmallMTiles) else 0
+    scratch = workspace.partials(handed_on + rows * n)
+    wide = scratch[handed_on : handed_on + rows * n].view(rows, n)
+    run(function, config, operands._replace(out=wide, out_scale=None), ctas, workspace)
+    assert operands.out_scale is not None
+    quantising.quantise(second, wide, operands.out, operands.out_scale)

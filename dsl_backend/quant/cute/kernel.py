@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Float32 matrices to e4m3 with computed scales: one for each row, or one for each 128 columns of a row.
+
+They follow a GEMM whose tiles have parts of a row or a group. A row's scale needs two passes over it, of which the
+second one finds in L2, or in L1, what the first one read.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.copy import load_vector
+from dsl_backend.primitives.math import f32_to_e4m3, tree_max
+from dsl_backend.primitives.reduce import Max, row_reduce, row_smem, warp_reduce
+from dsl_backend.quant.format import E4M3, GROUP
+from dsl_backend.quant.reference import LEAST_OF_GROUP, LEAST_OF_ROW
+
+WARP = 32
+# Columns of a vector: a warp's are a group.
+VECTOR = GROUP // WARP
+# A row of 14336 columns is 7 vectors of each of a row's threads.
+ROW_THREADS, GROUP_THREADS = 512, 128
+
+
+@dataclass(frozen=True)
+class QuantiseKey:
+    """All that a kernel's code depends on.
+
+    Attributes:
+        by_group: a scale for each 128 columns of a row; else for each row.
+    """
+
+    by_group: bool
+
+
+def largest_of(values: cute.Tensor):
+    """Of the magnitudes of a vector; NaN is left out."""
+    return tree_max([cute.arch.fmax(values[i], -values[i]) for i in range(VECTOR)])
+
+
+class Quantise:
+    """out [rows, n] e4m3 as bytes, scale [rows], or [rows, groups] of any strides, of x [rows, n] float32.
+
+    n is a multiple of 4, and rows of x and out start at multiples of 16 and 4 bytes.
+    """
+
+    def __init__(self, key: QuantiseKey):
+        self.by_group = key.by_group
+        self.threads = GROUP_THREADS if key.by_group else ROW_THREADS
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, stream):
+        """Launch: a CTA for each row, or a warp for each group."""
+        ctas = x.shape[0]
+        if cutlass.const_expr(self.by_group):
+            ctas = cute.ceil_div(x.shape[0] * scale.shape[1], self.threads // WARP)
+        self.kernel(x, out, scale).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor):
+        thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        dependent_launch.launch_dependents()
+        dependent_launch.wait()
+        if cutlass.const_expr(self.by_group):
+            self.group(x, out, scale, block * (self.threads // WARP) + thread // WARP, thread % WARP)
+        else:
+            self.row(x, out, scale, block, thread)
+
+    @cute.jit
+    def row(
+        self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, row: cutlass.Int32, thread: cutlass.Int32
+    ):
+        """A CTA's row."""
+        buffer, mbar = row_smem(Max, 1, self.threads // WARP, 1)
+        vectors = x.shape[1] // VECTOR
+        values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+        largest = cutlass.Float32(0.0)
+        for i in cutlass.range(thread, vectors, self.threads, unroll=4):
+            load_vector(x.iterator, cutlass.Int64(row) * x.stride[0] + i * VECTOR, values)
+            largest = cute.arch.fmax(largest, largest_of(values))
+        whole = row_reduce(Max(largest), buffer, mbar, self.threads, 1).maximum
+        found = cute.arch.fmax(whole, LEAST_OF_ROW) / cutlass.Float32(E4M3.largest)
+        if thread == 0:
+            scale[row] = found
+        for i in cutlass.range(thread, vectors, self.threads, unroll=4):
+            load_vector(x.iterator, cutlass.Int64(row) * x.stride[0] + i * VECTOR, values)
+            self.store(out, values, found, row, i * VECTOR)
+
+    @cute.jit
+    def group(
+        self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, item: cutlass.Int32, lane: cutlass.Int32
+    ):
+        """A warp's group; `item` counts those of a row, then of the next one."""
+        (rows, n), groups = x.shape, scale.shape[1]
+        if item < rows * groups:
+            row, column = item // groups, item % groups * GROUP + lane * VECTOR
+            values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+            values.fill(0.0)
+            if column < n:
+                load_vector(x.iterator, cutlass.Int64(row) * x.stride[0] + column, values)
+            largest = warp_reduce(Max(largest_of(values)), WARP).maximum
+            found = cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3.largest)
+            if lane == 0:
+                scale[row, item % groups] = found
+            if column < n:
+                self.store(out, values, found, row, column)
+
+    @cute.jit
+    def store(
+        self, out: cute.Tensor, values: cute.Tensor, scale: cutlass.Float32, row: cutlass.Int32, column: cutlass.Int32
+    ):
+        """Four quotients in e4m3."""
+        inverse = cutlass.Float32(1.0) / scale
+        word = f32_to_e4m3(*(values[i] * inverse for i in range(VECTOR)))
+        offset = cutlass.Int64(row) * out.stride[0] + column
+        pointer = cute.make_ptr(cutlass.Int32, out.iterator.toint() + offset, cute.AddressSpace.gmem, assumed_align=4)
+        cute.make_tensor(pointer, cute.make_layout(1))[0] = word
