@@ -170,6 +170,7 @@ SM90_SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "blocks": BY_BLOCK,
     "blocks-swiglu": BY_BLOCK | {"activation": Swiglu(), "bias": True},
     "blocks-swiglu-groups": BY_BLOCK | {"activation": Swiglu(), "out": GROUP_SCALED},
+    "blocks-swiglu-wide": BY_BLOCK | {"activation": Swiglu(), "wide": True},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "dtype": torch.bfloat16}
 EXPERTS_LAYERS: dict[str, dict[str, Any]] = {

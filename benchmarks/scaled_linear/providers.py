@@ -127,7 +127,7 @@ def cutlass_objections(problem: Problem) -> Sequence[str]:
 
 
 def rows_of_four(x: Quantized) -> Quantized:
-    """x with rows of zeros up to a multiple of 4, and its scales of groups in columns of as many rows.
+    """X with rows of zeros up to a multiple of 4, and its scales of groups in columns of as many rows.
 
     CUTLASS computes where a scale lies from the number of rows alone: columns of one row that were padded to 16 bytes
     were read as if they lay side by side.

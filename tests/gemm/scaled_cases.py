@@ -13,6 +13,10 @@ from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm90 import scaled_configs
 from dsl_backend.gemm.sm90.scaled_configs import ScaledConfig, ScaledGemmConfig, ScaledSmallMConfig
+from dsl_backend.linear.scaled.cute.host import run_both
+from dsl_backend.linear.scaled.dispatch import QUANTISED_BESIDE
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.quant.cute import host as quantising
 from dsl_backend.quant.reference import column_major
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -20,6 +24,7 @@ from dsl_backend.testing.linear import F16
 from dsl_backend.testing.scaled import (
     CUT_BITS,
     GROUPS,
+    ROW,
     TENSOR,
     Outputs,
     ScaledCase,
@@ -42,6 +47,7 @@ class ScaledEmulated:
     Attributes:
         why: what this case alone would find.
         sms: CTAs at most.
+        beside: the products are float32, and a launch of its own quantises them.
     """
 
     id: str
@@ -49,6 +55,12 @@ class ScaledEmulated:
     case: ScaledCase
     config: ScaledConfig
     sms: int = SMS
+    beside: bool = False
+
+    @property
+    def products(self) -> ScaledLinearSpec:
+        """What the GEMM computes."""
+        return self.case.spec.widened if self.beside else self.case.spec
 
 
 def outputs(case: ScaledCase, given_scale: torch.Tensor | None) -> Outputs:
@@ -57,8 +69,10 @@ def outputs(case: ScaledCase, given_scale: torch.Tensor | None) -> Outputs:
     out = torch.full((case.rows, case.n), torch.nan).to(case.dtype if kind is None else kind.values)
     if kind is None or given_scale is not None:
         return Outputs(out, given_scale)
-    rows, groups = kind.scale_shape(case.rows, case.n)
-    return Outputs(out, column_major(rows, groups, kind.scales, out.device).fill_(torch.nan))
+    shape = kind.scale_shape(case.rows, case.n)
+    if len(shape) == 1:
+        return Outputs(out, torch.full(shape, torch.nan))
+    return Outputs(out, column_major(*shape, kind.scales, out.device).fill_(torch.nan))
 
 
 def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -> Outputs:
@@ -67,7 +81,7 @@ def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -
     Args:
         kernel: a class in place of the configuration's.
     """
-    case, spec = one.case, one.case.spec
+    case, spec = one.case, one.products
     given = tensors(case, "cpu")
     found = outputs(case, given.out_scale)
     operands = ScaledOperands(
@@ -77,14 +91,19 @@ def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -
     with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True):
         key = host.key_of(spec, one.config, spec.column_major)
         function = host.build(kernel or scaled_configs.kernel(spec, one.config), key, from_arch(ARCH))
-        host.run(function, one.config, operands, one.sms, workspace)
+        if one.beside:
+            assert case.out_kind is not None
+            second = quantising.build(case.out_kind, from_arch(ARCH))
+            run_both(function, second, one.config, one.sms, workspace, operands)
+        else:
+            host.run(function, one.config, operands, one.sms, workspace)
     assert not workspace.flags(0).any(), "a flag was left set"
     return found
 
 
 def emulate(one: ScaledEmulated, schedule: str, seed: int = 0) -> None:
     """Run and judge; raises what is wrong."""
-    assert one.config.objections(one.case.spec, SMEM_BYTES) == []
+    assert one.config.objections(one.products, SMEM_BYTES) == []
     judge(one.case, run(one, schedule, seed), one.config.promotion)
 
 
@@ -200,6 +219,35 @@ CASES = [
         case=replace(GATED, rows=70, n=144, k=144, to=GROUPS, special=True),
         config=replace(SMALL, box_n=64),
     ),
+    # --- outputs that a launch of its own quantises ---
+    ScaledEmulated(
+        id="to-rows",
+        why="float32 from registers with all edges ragged; NaN is left out of a scale, infinity is not",
+        case=replace(GATED, rows=70, k=272, to=ROW, bias=True, special=True),
+        config=SMALL,
+        beside=True,
+    ),
+    ScaledEmulated(
+        id="to-rows-few",
+        why="rows longer than a turn of the threads that quantise; scratch behind partial sums",
+        case=replace(FEW, rows=5, n=2064, k=272, activation=SWIGLU, to=ROW),
+        config=SMALL_M,
+        beside=True,
+    ),
+    ScaledEmulated(
+        id="to-groups-few",
+        why="a warp for each group; the last group is not whole; a zero row",
+        case=replace(FEW, rows=9, n=208, to=GROUPS, special=True),
+        config=SMALL_M,
+        beside=True,
+    ),
+    ScaledEmulated(
+        id="to-groups-blocks-few",
+        why="scales of blocks through partial sums, an odd number of blocks",
+        case=blocked(13, 384, 656, activation=SWIGLU, to=GROUPS),
+        config=replace(SMALL_M, groups=2, stages=3),
+        beside=True,
+    ),
     # --- few rows ---
     ScaledEmulated(id="few", why="a tile of several shares; all edges ragged", case=FEW, config=SMALL_M),
     ScaledEmulated(
@@ -261,10 +309,20 @@ def random_scaled(seed: int) -> ScaledEmulated:
         config = random_config(draw)
         if isinstance(config, ScaledSmallMConfig):
             case = replace(case, rows=draw.randint(1, 100))
-        if not config.objections(case.spec, SMEM_BYTES):
-            return ScaledEmulated(
-                id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((8, 10))
-            )
+        # Where the kernel does not quantise, and sometimes where it could, a launch of its own does.
+        beside = case.out_kind in QUANTISED_BESIDE and bool(
+            config.objections(case.spec, SMEM_BYTES) or draw.random() < 0.3
+        )
+        found = ScaledEmulated(
+            id=f"fuzz-{seed}",
+            why="unforeseen combinations",
+            case=case,
+            config=config,
+            sms=draw.choice((8, 10)),
+            beside=beside,
+        )
+        if not config.objections(found.products, SMEM_BYTES):
+            return found
 
 
 def random_config(draw: random.Random) -> ScaledConfig:

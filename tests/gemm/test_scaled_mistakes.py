@@ -16,6 +16,8 @@ from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.sm90 import scaled_gemm, scaled_small_m
 from dsl_backend.gemm.sm90.gemm import Gemm
 from dsl_backend.primitives.accumulators import fence_operand
+from dsl_backend.quant.cute import host as quantising
+from dsl_backend.quant.cute import kernel as quantise
 from dsl_backend.runtime import toolkit
 from emulator.errors import EmulatorError, HostError
 from tests.attention.mistakes import Mistake, spoilt
@@ -41,7 +43,7 @@ MISTAKES = (
     ("rows", Mistake("the scale of the other row", scaled_gemm, "x_scales[b] for b", "x_scales[1 - b] for b")),
     (
         "blocks",
-        Mistake("scales of the block of k before", scaled_gemm, "cutlass.min(k_tile + 1, k_tiles - 1)", "k_tile"),
+        Mistake("scales of the block of k before", scaled_gemm, "cutlass.min(k_tile + AHEAD, k_tiles - 1)", "k_tile"),
     ),
     ("blocks", Mistake("the scale of the row above", scaled_gemm, "row + 8 * (i % 2) +", "row +")),
     ("blocks-gated", Mistake("gate's scales for up", scaled_gemm, "return box * params.mOut.shape[1] + n", "return n")),
@@ -58,6 +60,24 @@ MISTAKES = (
         Mistake("tiles of a group out of order", scaled_gemm, "+ tile % self.group_tiles", "+ 1 - tile % 2"),
     ),
     (
+        "to-rows",
+        Mistake("wide: the row above", scaled_gemm, "cutlass.Int64(first_row + 8 * b)", "cutlass.Int64(first_row)"),
+    ),
+    (
+        "to-rows-few",
+        Mistake("a thread's columns decide a row's scale", quantise, "fmax(whole, LEAST", "fmax(largest, LEAST"),
+    ),
+    (
+        "to-groups-few",
+        Mistake("the group before", quantise, "scale[row, item % groups] =", "scale[row, item % groups // 2] ="),
+    ),
+    (
+        "to-groups-few",
+        Mistake(
+            "half of a group decides its scale", quantise, "largest_of(values)), WARP)", "largest_of(values)), 16)"
+        ),
+    ),
+    (
         "few",
         Mistake(
             "few: sums of other tiles stay", scaled_small_m, "        if not accumulate:\n", "        if accumulate:\n"
@@ -68,11 +88,14 @@ MISTAKES = (
         Mistake(
             "few: sums are read too soon",
             scaled_small_m,
-            "            wgmma.wait_group(0)\n            fence_operand(part_0)\n",
+            "                    wgmma.wait_group(0)\n                    fence_operand(part_0)\n",
             "",
         ),
     ),
-    ("few-blocks", Mistake("few: scales of the position before", scaled_small_m, "cutlass.min(i + 1, count - 1)", "i")),
+    (
+        "few-blocks",
+        Mistake("few: scales of the position before", scaled_small_m, "cutlass.min(i + turns, count - 1)", "i"),
+    ),
     (
         "few-blocks-gated",
         Mistake(
@@ -101,21 +124,26 @@ QUICK = ("a part of k replaces the sums",)
 
 @pytest.fixture(autouse=True)
 def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached kernels have other source."""
+    """Cached kernels have other sources."""
 
     def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
         return toolkit.compiled(kernel, arguments, target.arch, "")
 
-    monkeypatch.setattr(scaled_host, "compile_kernel", compile_kernel)
+    for module in (scaled_host, quantising):
+        monkeypatch.setattr(module, "compile_kernel", compile_kernel)
 
 
 @pytest.mark.parametrize(
     ("of", "mistake"),
     [pytest.param(of, one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for of, one in MISTAKES],
 )
-def test_mistake_is_found(of: str, mistake: Mistake, tmp_path: Path) -> None:
+def test_mistake_is_found(of: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, module = BY_ID[of], spoilt(mistake, tmp_path)
-    kernel = module.ScaledGemm if mistake.module is scaled_gemm else module.ScaledSmallMGemm
+    kernel = None
+    if mistake.module is quantise:
+        monkeypatch.setattr(quantising, "Quantise", module.Quantise)
+    else:
+        kernel = module.ScaledGemm if mistake.module is scaled_gemm else module.ScaledSmallMGemm
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         judge(one.case, run(one, "lazy", 1, kernel), one.config.promotion)
     assert not isinstance(raised.value, HostError), "it ran"

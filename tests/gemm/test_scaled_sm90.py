@@ -9,7 +9,7 @@ from scaled_cases import CASES, ScaledEmulated, emulate, random_scaled
 
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_REST, FUZZED_IN_FULL = 1, 30, 120
-QUICK = ("rows-gated", "blocks-across", "to-groups-of-two", "few-blocks-gated")
+QUICK = ("rows-gated", "blocks-across", "to-groups-of-two", "few-blocks-gated", "to-rows", "to-groups-blocks-few")
 
 
 def marks(one: ScaledEmulated, first: bool) -> tuple[pytest.MarkDecorator, ...]:

@@ -435,7 +435,7 @@ class ScaledGemm(Gemm):
                         pair[0], pair[1] = values[j][b]
                         store_vector(pair, params.mOut.iterator, start + column)
 
-    def sOut_layout(self) -> cute.ComposedLayout | None:  # type: ignore[override]
+    def sOut_layout(self) -> cute.ComposedLayout | None:
         """Of the consumers' output buffers. In 8 bits a row's 16-byte vectors are permuted by its place among others.
 
         Rows of 32, 64 and 128 bytes have TMA's swizzles of as many bytes, all others none. None where threads store
@@ -449,7 +449,7 @@ class ScaledGemm(Gemm):
         plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
         return cute.make_composed_layout(cute.make_swizzle(self.swizzle_bits, 4, 3), 0, plain)
 
-    def sOut_tile(self, sOut_layout: cute.ComposedLayout | None) -> cute.ComposedLayout | None:  # type: ignore[override]
+    def sOut_tile(self, sOut_layout: cute.ComposedLayout | None) -> cute.ComposedLayout | None:
         """One of these buffers."""
         return None if sOut_layout is None else super().sOut_tile(sOut_layout)
 

@@ -24,9 +24,7 @@ def build(kind: ScaledFormat, target: Target) -> Function:
     rows, n = cute.sym_int(), cute.sym_int(divisibility=MULTIPLE)
     stride = cute.sym_int64(divisibility=MULTIPLE)
     if key.by_group:
-        scale = make_fake_tensor(
-            Float32, (rows, cute.sym_int()), (1, cute.sym_int64(divisibility=4)), assumed_align=16
-        )
+        scale = make_fake_tensor(Float32, (rows, cute.sym_int()), (1, cute.sym_int64(divisibility=4)), assumed_align=16)
     else:
         scale = make_fake_tensor(Float32, (rows,), (1,), assumed_align=4)
     args = (

@@ -56,9 +56,7 @@ class Quantise:
         ctas = x.shape[0]
         if cutlass.const_expr(self.by_group):
             ctas = cute.ceil_div(x.shape[0] * scale.shape[1], self.threads // WARP)
-        self.kernel(x, out, scale).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
-        )
+        self.kernel(x, out, scale).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor):
@@ -71,9 +69,7 @@ class Quantise:
             self.row(x, out, scale, block, thread)
 
     @cute.jit
-    def row(
-        self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, row: cutlass.Int32, thread: cutlass.Int32
-    ):
+    def row(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, row: cutlass.Int32, thread: cutlass.Int32):
         """A CTA's row."""
         buffer, mbar = row_smem(Max, 1, self.threads // WARP, 1)
         vectors = x.shape[1] // VECTOR
@@ -91,9 +87,7 @@ class Quantise:
             self.store(out, values, found, row, i * VECTOR)
 
     @cute.jit
-    def group(
-        self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, item: cutlass.Int32, lane: cutlass.Int32
-    ):
+    def group(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, item: cutlass.Int32, lane: cutlass.Int32):
         """A warp's group; `item` counts those of a row, then of the next one."""
         (rows, n), groups = x.shape, scale.shape[1]
         if item < rows * groups:

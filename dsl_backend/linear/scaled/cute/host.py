@@ -9,8 +9,6 @@ of a group, while a CTA of the other kernel finishes whole groups, 144 of which 
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-import torch
-
 from dsl_backend.gemm.configs import INVARIANT_FOR, Config, estimate_us
 from dsl_backend.gemm.cost import max_ctas
 from dsl_backend.gemm.scaled import ScaledOperands
