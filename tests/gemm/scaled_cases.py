@@ -14,7 +14,6 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm90 import scaled_configs
 from dsl_backend.gemm.sm90.scaled_configs import ScaledConfig, ScaledGemmConfig, ScaledSmallMConfig
 from dsl_backend.linear.scaled.cute.host import run_both
-from dsl_backend.linear.scaled.dispatch import QUANTISED_BESIDE
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.cute import host as quantising
 from dsl_backend.quant.reference import column_major
@@ -310,7 +309,7 @@ def random_scaled(seed: int) -> ScaledEmulated:
         if isinstance(config, ScaledSmallMConfig):
             case = replace(case, rows=draw.randint(1, 100))
         # Where the kernel does not quantise, and sometimes where it could, a launch of its own does.
-        beside = case.out_kind in QUANTISED_BESIDE and bool(
+        beside = case.out_kind in scaled_configs.QUANTISED_BESIDE and bool(
             config.objections(case.spec, SMEM_BYTES) or draw.random() < 0.3
         )
         found = ScaledEmulated(

@@ -44,7 +44,7 @@ def test_operands_of_several_types_are_refused() -> None:
 def test_each_type_is_checked(name: str) -> None:
     accepted = "one of float16, bfloat16 is needed"
     with pytest.raises(InvalidInput, match=f"dtype of {name} is float32: {accepted}"):
-        replace(MIXED, **{name: torch.float32})
+        replace(SPEC, dtypes=replace(MIXED, **{name: torch.float32}))
     with pytest.raises(InvalidInput, match=f"dtype of {name} is float8_e4m3fn, which needs a scale"):
         replace(SPEC, dtypes=replace(MIXED, **{name: torch.float8_e4m3fn}))
 

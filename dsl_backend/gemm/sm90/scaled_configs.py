@@ -10,7 +10,7 @@ import torch
 from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.scaled import ScaledGemmSpec
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
-from dsl_backend.quant.format import GROUP, ROW_SCALED, TENSOR_SCALED, ScaledFormat
+from dsl_backend.quant.format import GROUP, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 
 # wgmma keeps 14 bits of a sum of 8-bit products and drops what a term has below: of 16 instructions, 512 columns, each
 # drops up to 2^-13 of the sum. More than that would exceed what rounding the output to bfloat16 costs.
@@ -20,6 +20,9 @@ MOST_PROMOTION = 4
 SCALED_SPARE_REGISTERS = 40
 # With two scales of weights for a box 40 spilled 8 bytes.
 TWO_BLOCKS_REGISTERS = 8
+
+# Formats of outputs that a launch of its own may quantise.
+QUANTISED_BESIDE = (ROW_SCALED, GROUP_SCALED)
 
 
 def blocked_objections(spec: ScaledGemmSpec) -> list[str]:
@@ -104,8 +107,8 @@ class ScaledGemmConfig(GemmConfig):
 BLOCK_K = 128
 # Two sets of accumulators of as many registers a thread, and their scales.
 MOST_TOKENS = 64
-# Of two consumers, whose threads have 168 registers: with scales of blocks 64 spilled 48 to 64 bytes.
-MOST_TOKENS_OF_TWO = 48
+# Of two consumers, whose threads have 168 registers: with scales of blocks 48 spilled 8 bytes.
+MOST_TOKENS_OF_TWO = 32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,11 @@ from functools import partial
 from dsl_backend.gemm.sm90 import scaled_configs as sm90_configs
 from dsl_backend.gemm.sm100 import scaled_configs as sm100_configs
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import GROUP_SCALED, ROW_SCALED
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
 OPERATION = "scaled_linear"
-# Formats of outputs that SM90 may quantise in a launch of its own.
-QUANTISED_BESIDE = (ROW_SCALED, GROUP_SCALED)
 
 
 def mma_scales(spec: ScaledLinearSpec) -> list[str]:
@@ -45,7 +42,7 @@ def cute(
 def sm90_tiles(spec: ScaledLinearSpec, smem_bytes: int) -> list[str]:
     """Why SM90's tiles do not serve; a launch of its own may quantise the output."""
     reasons = sm90_configs.objections(spec, smem_bytes)
-    if reasons and spec.out in QUANTISED_BESIDE:
+    if reasons and spec.out in sm90_configs.QUANTISED_BESIDE:
         return sm90_configs.objections(spec.widened, smem_bytes)
     return reasons
 
