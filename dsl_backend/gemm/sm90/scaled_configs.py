@@ -141,8 +141,8 @@ class ScaledSmallMConfig(SmallMConfig):
         return reasons + super().objections(spec, smem_bytes)
 
 
-# Tiles, with as many stages as fit. Wider ones than 192 columns leave no registers for two sets of accumulators. Ordered
-# ones stand last: the cost model has the same time for them as without the order, and then the first one is taken.
+# Tiles, with as many stages as fit. Wider ones than 192 columns leave no registers for two sets of accumulators.
+# Ordered ones stand last: the cost model has the same time for them as without the order, and takes the first one.
 SCALED_GEMMS = (
     *(
         ScaledGemmConfig(box_n=box_n, cluster=cluster, promotion=promotion)
