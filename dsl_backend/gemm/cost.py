@@ -4,7 +4,7 @@
 import math
 from dataclasses import dataclass
 
-from dsl_backend.gemm.sizes import TAIL_ROWS, ceil_div
+from dsl_backend.gemm.sizes import BLOCK_BYTES, TAIL_ROWS, ceil_div
 from dsl_backend.gemm.spec import GemmSpec
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles, block_k
 from dsl_backend.runtime.chip import Chip
@@ -81,7 +81,64 @@ class GemmCosts:
     launch_ns: float
 
 
-GEMM = GemmCosts(
+@dataclass(frozen=True, kw_only=True)
+class StreamKCosts:
+    """The same of the GEMM for few rows.
+
+    Attributes:
+        power: how causes of a k tile's time add up: about the slowest one, and more where another is about as slow.
+        flops: the share of the rate of products, which are small.
+        x_faster: how much faster than weights x comes.
+        partials_ns, awaited_ns: what 1024 bytes of partial sums take that a CTA stores, and those of another CTA that
+            it waits for.
+        launch_ns: the rest of a launch.
+    """
+
+    power: float
+    flops: float
+    x_faster: float
+    partials_ns: float
+    awaited_ns: float
+    launch_ns: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitKCosts:
+    """What differs from these with split-K.
+
+    Attributes:
+        power: how a k tile's bytes and products, and the least that it takes, add up.
+        step_ns: the least that a k tile takes.
+        received_ns: what 1024 bytes of partial sums take through distributed shared memory.
+        launch_ns: the rest of a launch.
+    """
+
+    power: float
+    step_ns: float
+    received_ns: float
+    launch_ns: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of all kernels; `benchmarks.linear.fit` fits them to timings.
+
+    Attributes:
+        gemm, swap_ab: the persistent GEMM, and with swapped operands.
+        stream_k, split_k: the GEMM for few rows.
+        half_row_ns, shifted_row_ns: what a k tile takes for each row of 128 bytes of x or weights that an SM asks for
+            alone, where rows of a matrix begin at multiples of 32 bytes, and of 16.
+    """
+
+    gemm: GemmCosts
+    swap_ab: GemmCosts
+    stream_k: StreamKCosts
+    split_k: SplitKCosts
+    half_row_ns: float
+    shifted_row_ns: float
+
+
+_GEMM = GemmCosts(
     power=4.16,
     row_ns=0.3,
     step_ns=176.0,
@@ -91,7 +148,7 @@ GEMM = GemmCosts(
     launch_ns=1409.0,
 )
 # Fitted to 252 timings of 26 layers with 72 to 2000 rows on an H100: 5.3 % off (docs/performance.md).
-SWAP_AB = GemmCosts(
+_SWAP_AB = GemmCosts(
     power=3.425,
     flops=1.069,
     l2=0.909,
@@ -103,22 +160,17 @@ SWAP_AB = GemmCosts(
     stored_per_ns=5.225,
     launch_ns=269.0,
 )
+_STREAM_K = StreamKCosts(power=7.0, flops=0.862, x_faster=9.77, partials_ns=71.2, awaited_ns=22.8, launch_ns=1440.0)
+# Fitted to 104 timings of products of 1 to 64 rows on an H100, which are predicted to 5 %.
+_SPLIT_K = SplitKCosts(power=2.46, step_ns=211.0, received_ns=38.4, launch_ns=1623.0)
+COSTS = Costs(
+    gemm=_GEMM, swap_ab=_SWAP_AB, stream_k=_STREAM_K, split_k=_SPLIT_K, half_row_ns=0.6, shifted_row_ns=1.3
+)
 # The share of memory's rate that a persistent GEMM reaches; what a row of a TMA copy beyond the end of x takes.
 GEMM_MEMORY, OUTSIDE_NS = 0.91, 2.5
-# The GEMM for few rows: the share of the rate of products, which are small; how much faster than weights x comes; what
-# 1024 bytes of partial sums take that a CTA stores, and those of another CTA that it waits for; the rest of a launch.
-SMALL_M_FLOPS, X_FASTER, PARTIALS_NS, AWAITED_NS, SMALL_M_NS = 0.862, 9.77, 71.2, 22.8, 1440.0
-# The same with split-K, fitted to 104 timings of products of 1 to 64 rows on an H100, which are predicted to 5 %: the
-# least that a k tile takes; what 1024 bytes of partial sums take through distributed shared memory; the rest of a
-# launch; as the powers below.
-SPLIT_K_STEP_NS, RECEIVED_NS, SPLIT_K_NS, SPLIT_K_POWER = 211.0, 38.4, 1623.0, 2.46
 # The part of the SMs that clusters of 4 or 8 fill for sure: GPCs differ in their SMs. On an H100 with 132, 28 clusters
 # of 4 ran at once, and 32 did not: 4096 x 4096 took 16.9 us with 32 clusters of 4, and 12.9 with 32 of 2.
 CLUSTERED = 0.875
-# How causes of its time add up: about the slowest one, and more where another is about as slow.
-SMALL_M_POWER = 7.0
-
-
 def max_ctas(config: GemmTiles | SmallMTiles, rows: int, target: Target) -> int:
     """CTAs that the target runs at once: whole clusters, or for few rows equally many for each row of tiles."""
     if isinstance(config, SmallMTiles) and config.stream_k:
@@ -137,16 +189,18 @@ def runs_at_once(config: GemmTiles | SmallMTiles, spec: GemmSpec, rows: int, tar
     return config.tiles(spec, rows) * config.num_splits <= max_ctas(config, rows, target)
 
 
-def estimated_us(config: GemmTiles | SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, target: Target) -> float:
+def estimated_us(
+    config: GemmTiles | SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, target: Target, costs: Costs = COSTS
+) -> float:
     """Microseconds of a launch; infinite where its clusters do not run at once."""
     if not runs_at_once(config, spec, rows, target):
         return math.inf
     ctas = max_ctas(config, rows, target)
     if isinstance(config, SmallMTiles) and not config.stream_k:
-        return split_k_ns(config, spec, rows, rates, target.sm_count) / 1000
+        return split_k_ns(config, spec, rows, rates, target.sm_count, costs) / 1000
     if isinstance(config, SmallMTiles):
-        return small_m_ns(config, spec, rows, rates, ctas) / 1000
-    return gemm_ns(config, spec, rows, rates, target.sm_count, ctas) / 1000
+        return small_m_ns(config, spec, rows, rates, ctas, costs) / 1000
+    return gemm_ns(config, spec, rows, rates, target.sm_count, ctas, costs) / 1000
 
 
 def combined(power: float, *causes_ns: float) -> float:
@@ -159,33 +213,54 @@ def flops_of(rates: Rates, spec: GemmSpec) -> float:
     return rates.flops * 2 / spec.dtypes.x.itemsize
 
 
-def iteration_ns(config: SmallMTiles, spec: GemmSpec, rates: Rates, memory: float) -> float:
+def copied_rows_ns(spec: GemmSpec, rows: float, tile_k: int, paired: bool, costs: Costs) -> float:
+    """What so many rows of a k tile take at least that an SM asks for; `paired`: two SMs of a TPC do so.
+
+    Where a matrix's rows do not begin at multiples of 64 bytes, 128 bytes of a row lie in two lines of the L2 cache.
+    """
+    pitch, bytes_of_row = spec.k * spec.dtypes.x.itemsize, tile_k * spec.dtypes.x.itemsize
+    row_ns = 0.0 if pitch % 64 == 0 else costs.half_row_ns if pitch % 32 == 0 else costs.shifted_row_ns
+    return rows * row_ns * bytes_of_row / BLOCK_BYTES * (2 if paired else 1)
+
+
+def iteration_ns(
+    config: SmallMTiles, spec: GemmSpec, rates: Rates, memory: float, paired: bool, costs: Costs
+) -> float:
     """Of a k tile of the GEMM for few rows; `memory`: bytes that a CTA reads in a nanosecond."""
+    stream_k = costs.stream_k
     weight_bytes, x_bytes = spec.dtypes.weight.itemsize, spec.dtypes.x.itemsize
-    bytes_read = (2 * config.box * weight_bytes + config.tile_tokens * x_bytes / X_FASTER) * config.tile_k
+    bytes_read = (2 * config.box * weight_bytes + config.tile_tokens * x_bytes / stream_k.x_faster) * config.tile_k
     flops = 2 * 2 * config.box * config.tile_tokens * config.tile_k
-    return combined(SMALL_M_POWER, bytes_read / memory, flops / (SMALL_M_FLOPS * flops_of(rates, spec)))
+    products_ns = flops / (stream_k.flops * flops_of(rates, spec))
+    rows_ns = copied_rows_ns(spec, 2 * config.box + config.tile_tokens, config.tile_k, paired, costs)
+    return combined(stream_k.power, bytes_read / memory, products_ns, rows_ns)
 
 
-def split_k_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int) -> float:
+def split_k_ns(
+    config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, costs: Costs = COSTS
+) -> float:
     """Of the GEMM for few rows with a cluster for each tile, all at once."""
     active = config.tiles(spec, rows) * config.num_splits
     iterations = ceil_div(ceil_div(spec.k, config.tile_k), config.num_splits)
     # What idle SMs do not read, the others do, until k tiles follow one another as fast as they can.
-    streamed_ns = iteration_ns(config, spec, rates, rates.memory * sms / active)
-    products_ns = iterations * combined(SPLIT_K_POWER, streamed_ns, SPLIT_K_STEP_NS)
-    return products_ns + SPLIT_K_NS + RECEIVED_NS * config.partials * 4 / 1024
+    streamed_ns = iteration_ns(config, spec, rates, rates.memory * sms / active, 2 * active > sms, costs)
+    split_k = costs.split_k
+    products_ns = iterations * combined(split_k.power, streamed_ns, split_k.step_ns)
+    return products_ns + split_k.launch_ns + split_k.received_ns * config.partials * 4 / 1024
 
 
-def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int) -> float:
+def small_m_ns(
+    config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int, costs: Costs = COSTS
+) -> float:
     """Of the GEMM for few rows with stream-K."""
     k_tiles = ceil_div(spec.k, config.tile_k)
     # k tiles of a CTA.
     iterations = ceil_div(config.tiles(spec, rows) * k_tiles, ctas)
     # A tile with more k tiles than a CTA has is summed up from several CTAs' partial sums, at the end.
-    fixup_ns = PARTIALS_NS + (AWAITED_NS * k_tiles / iterations if k_tiles > iterations else 0)
-    products_ns = iterations * iteration_ns(config, spec, rates, rates.memory)
-    return products_ns + SMALL_M_NS + fixup_ns * config.partials * 4 / 1024
+    stream_k = costs.stream_k
+    fixup_ns = stream_k.partials_ns + (stream_k.awaited_ns * k_tiles / iterations if k_tiles > iterations else 0)
+    products_ns = iterations * iteration_ns(config, spec, rates, rates.memory, True, costs)
+    return products_ns + stream_k.launch_ns + fixup_ns * config.partials * 4 / 1024
 
 
 def tail_copies_ns(config: GemmTiles, rows: int, copy_ns: float) -> float:
@@ -196,9 +271,11 @@ def tail_copies_ns(config: GemmTiles, rows: int, copy_ns: float) -> float:
     return copy_ns * (2 + (boxes if 0 < boxes * TAIL_ROWS < config.tile_m else 1))
 
 
-def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, ctas: int) -> float:
+def gemm_ns(
+    config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, ctas: int, all_costs: Costs = COSTS
+) -> float:
     """Of the persistent GEMM."""
-    costs = SWAP_AB if config.swaps_operands else GEMM
+    costs = all_costs.swap_ab if config.swaps_operands else all_costs.gemm
     m_tiles = ceil_div(rows, config.tile_m * config.cluster)
     together, clusters = config.tiles_together(spec), ctas // config.cluster
     tiles = m_tiles * ceil_div(spec.n, config.columns(spec.parts) * together)
@@ -209,6 +286,7 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
     inside = rows / (m_tiles * config.tile_m * config.cluster)
     flops = 2 * config.tile_m * 2 * config.box_n * tile_k * (inside + (1 - inside) * costs.outside)
     copies_ns = tail_copies_ns(config, rows, costs.copy_ns)
+    rows_copied = min(config.tile_m, rows) + 2 * config.box_n / config.cluster
 
     def step_ns(active: int) -> float:
         """Of a k tile while so many clusters run."""
@@ -221,6 +299,7 @@ def gemm_ns(config: GemmTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int
             box_bytes * max(active / m_tiles, 1) / (GEMM_MEMORY * rates.memory * sms),
             costs.step_ns if config.cluster == 1 else costs.cluster_step_ns,
             copies_ns,
+            copied_rows_ns(spec, rows_copied, tile_k, 2 * active * config.cluster > sms, all_costs),
         )
 
     last = tiles - (waves - 1) * clusters
