@@ -12,7 +12,7 @@ from dsl_backend.gemm.spec import Dtypes, GemmSpec
 BARRIER_BYTES = 16  # of a stage: a full and an empty mbarrier
 ALIGNMENT_BYTES = 1024
 # CTAs that may share a tile; clusters of more than 8 are not portable.
-NUM_SPLITS = (1, 2, 4, 8)
+NUM_SPLITS = (1, 2, 3, 4, 6, 8)
 
 
 def block_k(dtypes: Dtypes) -> int:

@@ -286,6 +286,20 @@ CASES = [
         config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=4),
     ),
     Emulated(
+        id="split-k-of-three",
+        why="no power of two: parts of unequal length, two rows of tiles",
+        case=replace(GATED, rows=60, n=72, k=328),
+        config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=3),
+        sms=12,
+    ),
+    Emulated(
+        id="split-k-of-six",
+        why="a thread finishes two accumulators of each box, one position each",
+        case=replace(PLAIN, rows=20, n=136, k=384, bias=True),
+        config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=6),
+        sms=12,
+    ),
+    Emulated(
         id="split-k-groups",
         why="consumers with rows of weights of their own, NaN and infinities through partial sums",
         case=replace(GATED, rows=12, k=520, special=True),
