@@ -36,6 +36,8 @@ from dsl_backend.primitives.copy import EVICT_FIRST, load_vector, store_shared_r
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import owner, share
 
+# More than any number of tokens, and no overflow when it is added to one.
+BEYOND = 1 << 30
 # The first named barrier of the warpgroups that hold accumulators.
 WARPGROUP_BARRIER = 1
 
@@ -115,8 +117,9 @@ class SmallMGemmBase:
         self.activate = epilogue_of(key.activation, arithmetic)
         self.num_splits, self.stream_k = config.num_splits, config.stream_k
         self.cluster = None if self.stream_k else (self.num_splits, 1, 1)
-        # Of each box, that a thread finishes.
-        self.finished = self.accumulators // 2 // self.num_splits
+        # Of each box, that a thread finishes; where parts are uneven, the last ones of two CTAs have some in common.
+        self.finished = config.finished
+        self.shared = self.finished * self.num_splits - self.accumulators // 2
         self.sent_at_once = 1 if self.finished % 2 else 2
         self.parts = 2 if self.gated else 1
         self.columns = 2 * self.box // self.parts
@@ -202,6 +205,17 @@ class SmallMGemmBase:
         if not self.stream_k:
             cute.arch.cluster_wait()
 
+    def first_finished(self, split):
+        """Of a thread's accumulators of a box, the first that a CTA of the cluster finishes."""
+        last = split // (self.num_splits - 1)
+        return split * self.finished - last * self.shared
+
+    def finished_token(self, token: cutlass.Int32, i: int):
+        """The token of the i-th accumulator that this CTA sums up; beyond all where the CTA before it stores it."""
+        if i >= self.shared:
+            return token
+        return token + cute.arch.block_idx_in_cluster() // (self.num_splits - 1) * BEYOND
+
     def sum_splits(self, received: Received, acc_0: cute.Tensor, acc_1: cute.Tensor, thread: cutlass.Int32):
         """Split-K: the sums over k of what this CTA finishes of a thread's accumulators, of both boxes.
 
@@ -213,7 +227,7 @@ class SmallMGemmBase:
         own = cute.arch.block_idx_in_cluster()
         for split in range(self.num_splits):
             for i in range(0, self.finished, self.sent_at_once):
-                j = split * self.finished + i
+                j = self.first_finished(split) + i
                 words = [acc[at] for at in range(j, j + self.sent_at_once) for acc in (acc_0, acc_1)]
                 target = received.sPartials.iterator + received.sPartials.layout((0, i, thread, own))
                 store_shared_remote(words, target, received.mbar, split)

@@ -143,13 +143,19 @@ class SmallMTiles:
         """Float32 accumulators of one of their threads; as many partial sums it stores for another CTA."""
         raise NotImplementedError
 
+    @property
+    def finished(self) -> int:
+        """With split-K, accumulators of each box that a CTA finishes, of a thread's."""
+        return ceil_div(self.accumulators // 2, self.num_splits)
+
     def stage_bytes(self, dtypes: Dtypes) -> int:
         """Bytes of a stage."""
         return (2 * self.box * dtypes.weight.itemsize + self.tile_tokens * dtypes.x.itemsize) * self.tile_k
 
     def smem_bytes(self, spec: GemmSpec) -> int:
         """Stages, their barriers, other CTAs' partial sums with their barrier, alignment."""
-        received = self.partials * 4 + BARRIER_BYTES if self.num_splits > 1 else 0
+        partials = 2 * self.finished * self.num_splits * WARPGROUP * self.groups
+        received = partials * 4 + BARRIER_BYTES if self.num_splits > 1 else 0
         return self.stages * (self.stage_bytes(spec.dtypes) + BARRIER_BYTES) + received + ALIGNMENT_BYTES
 
     @property
@@ -179,8 +185,8 @@ class SmallMTiles:
             reasons.append(f"{self.num_splits} splits: one of {', '.join(map(str, NUM_SPLITS))} is possible")
         elif ceil_div(spec.k, self.tile_k) < self.num_splits:
             reasons.append(f"{self.num_splits} splits of {spec.k} columns: each needs {self.tile_k} of its own")
-        elif self.accumulators % (2 * self.num_splits):
-            reasons.append(f"{self.accumulators} accumulators are not a multiple of 2 for each of {self.num_splits}")
+        elif self.finished * (self.num_splits - 1) >= self.accumulators // 2:
+            reasons.append(f"{self.accumulators} accumulators are too few for {self.num_splits} splits: one gets none")
         return reasons + pipeline_objections(self.stages, self.smem_bytes(spec), smem_bytes)
 
 

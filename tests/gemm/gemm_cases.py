@@ -286,18 +286,18 @@ CASES = [
         config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=4),
     ),
     Emulated(
-        id="split-k-of-three",
-        why="no power of two: parts of unequal length, two rows of tiles",
-        case=replace(GATED, rows=60, n=72, k=328),
-        config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=3),
-        sms=12,
-    ),
-    Emulated(
         id="split-k-of-six",
         why="a thread finishes two accumulators of each box, one position each",
         case=replace(PLAIN, rows=20, n=136, k=384, bias=True),
         config=SmallMConfig(tokens=24, groups=2, split_tokens=True, stages=2, num_splits=6),
         sms=12,
+    ),
+    Emulated(
+        id="split-k-uneven",
+        why="the last of three CTAs finishes less than the others; in place, where storing twice would add twice",
+        case=replace(GATED, rows=29, n=72, k=328, residual=True, in_place=True),
+        config=replace(SMALL_M, tokens=32, num_splits=3),
+        sms=8,
     ),
     Emulated(
         id="split-k-groups",
@@ -446,6 +446,13 @@ CASES_SM100 = [
         why="eight CTAs, of a gated layer with all that there is",
         case=replace(GATED, rows=30, n=72, k=1032, interleaved=True, bias=True, residual=True, in_place=True),
         config=replace(SMALL_M_SM100, tokens=32, num_splits=8),
+        sms=8,
+    ),
+    Emulated(
+        id="split-k-uneven",
+        why="the last of three CTAs finishes less than the others; in place, where storing twice would add twice",
+        case=replace(GATED, rows=29, n=72, k=328, residual=True, in_place=True),
+        config=replace(SMALL_M_SM100, tokens=32, num_splits=3),
         sms=8,
     ),
     Emulated(

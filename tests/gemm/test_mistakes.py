@@ -20,6 +20,8 @@ from tests.attention.mistakes import Mistake, spoilt
 (CASE,) = (one for one in CASES if one.id == "small-m")
 # A tile of two CTAs.
 (SPLIT_K,) = (one for one in CASES if one.id == "split-k")
+# A tile of three, of which the last finishes less.
+UNEVEN = next(one for one in CASES if one.id == "split-k-uneven")
 # A tile that is stored in two pieces, with a bias.
 (SWAP_AB,) = (one for one in CASES if one.id == "swap-ab-wide")
 BARRIER = "        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)\n"
@@ -35,7 +37,7 @@ MISTAKES = (
 SPLIT_K_MISTAKES = (
     Mistake("partial sums are not awaited", small_m, "        cute.arch.mbarrier_wait(received.mbar, 0)\n", ""),
     Mistake("a CTA's own partial sums are sent twice", small_m, "received.mbar, split)", "received.mbar, own)"),
-    Mistake("the other CTA's half is finished", small_m, "j = split * self", "j = (split ^ 1) * self"),
+    Mistake("the other CTA's half is finished", small_m, "first_finished(split) +", "first_finished(split ^ 1) +"),
     Mistake("CTAs send before they have met", small_m, "            cute.arch.cluster_wait()\n", "            pass\n"),
     Mistake(
         "a part of k is left out", small_m, "first + share(k_tiles, self.num_splits, split + 1)", "first + k_tiles // 2"
@@ -101,6 +103,14 @@ def test_mistake_in_split_k_is_found(mistake: Mistake, tmp_path: Path, monkeypat
         monkeypatch.setattr(small_m.SmallMGemmBase, name, getattr(module.SmallMGemmBase, name))
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         run(SPLIT_K)
+    assert not isinstance(raised.value, HostError), "it ran"
+
+
+@pytest.mark.rest
+def test_what_two_ctas_sum_up_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_m.SmallMGemmBase, "finished_token", lambda self, token, i: token)
+    with pytest.raises((EmulatorError, AssertionError)) as raised:
+        run(UNEVEN)
     assert not isinstance(raised.value, HostError), "it ran"
 
 

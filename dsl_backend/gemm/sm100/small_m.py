@@ -200,7 +200,7 @@ class SmallMGemm(SmallMGemmBase):
             token = tile // work.n_tiles * self.tokens + group * self.thread_tokens
             if cutlass.const_expr(not self.stream_k):
                 sum_0, sum_1 = self.sum_splits(received, acc_0, acc_1, group * WARPGROUP + thread)
-                first = token + cute.arch.block_idx_in_cluster() * self.finished
+                first = token + self.first_finished(cute.arch.block_idx_in_cluster())
                 self.store_columns(params, work, sum_0, sum_1, tile % work.n_tiles, first, thread)
             elif start > tile_start:
                 self.store_partials(params, acc_0, acc_1, work.worker, group, thread)
@@ -223,5 +223,6 @@ class SmallMGemm(SmallMGemmBase):
         """A thread's accumulators to the output: to one column, or without an activation to two, a box apart."""
         column = n_tile * self.columns + thread
         biases = self.biases(params, column)
-        for j in cutlass.range(cute.size(acc_0), unroll_full=True):
-            self.finish(params, acc_0[j] + biases[0], acc_1[j] + biases[1], first_token + j, column)
+        for j in cutlass.range_constexpr(cute.size(acc_0)):
+            token = first_token + j if self.stream_k else self.finished_token(first_token + j, j)
+            self.finish(params, acc_0[j] + biases[0], acc_1[j] + biases[1], token, column)

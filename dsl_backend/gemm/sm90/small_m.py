@@ -310,11 +310,11 @@ class SmallMGemm(SmallMGemmBase):
         thread: cutlass.Int32,
     ):
         """The same for a thread's accumulators that this CTA of the cluster finishes."""
-        first = cute.arch.block_idx_in_cluster() * self.finished
+        first = self.first_finished(cute.arch.block_idx_in_cluster())
         for i in cutlass.range_constexpr(self.finished):
             # As a + 2 b + 4 j above.
             place = first + i
-            token = first_token + 8 * (place // 4) + 2 * (thread % 4) + place % 2
+            token = self.finished_token(first_token + 8 * (place // 4) + 2 * (thread % 4) + place % 2, i)
             column = n_tile * self.columns + self.thread_column(row_tile, thread) + 8 * (place // 2 % 2)
             biases = self.biases(params, column)
             self.finish(params, *self.sums(params, biases, sum_0[i], sum_1[i], token), token, column)
