@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the cost model of the GEMMs to timings: `python -m benchmarks.linear.fit FILE... --of gemm,split_k`.
 
-Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU. It prints for each kind of kernel how far
-estimates are off, before and after, and how much longer the estimate's choice takes than the fastest tile of a row; then
-the constants as `dsl_backend/gemm/cost.py` has them. Tiles much slower than the fastest count less: what matters is the
-choice.
+Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU. Before and after the fit it prints how much
+longer the estimate's choice takes than the fastest tile of a row, and for each kind of kernel how far estimates are off;
+then the constants as `dsl_backend/gemm/cost.py` has them. Tiles much slower than the fastest count less: what matters is
+the choice.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from dsl_backend.gemm.activation import Swiglu
@@ -67,16 +68,16 @@ class Timing:
         return estimated_us(self.config, self.spec, self.rows, rates, target, costs)
 
 
-def timing_of(line: dict[str, object]) -> Timing | None:
+def timing_of(line: dict[str, Any]) -> Timing | None:
     """Of a sweep's line; None for kernels that are not ours."""
-    kind = CONFIGS.get(str(line["name"]))
+    kind = CONFIGS.get(line["name"])
     if kind is None:
         return None
     fields = {field.name: line[field.name] for field in dataclasses.fields(kind) if field.name in line}
     activation = Swiglu() if line["gated"] else None
-    dtypes = Dtypes.of(getattr(torch, str(line["dtype"])))
-    spec = GemmSpec(n=int(str(line["n"])), k=int(str(line["k"])), dtypes=dtypes, activation=activation)
-    return Timing(str(line["row"]), spec, int(str(line["m"])), kind(**fields), float(str(line["us"])))
+    dtypes = Dtypes.of(getattr(torch, line["dtype"]))
+    spec = GemmSpec(n=line["n"], k=line["k"], dtypes=dtypes, activation=activation)
+    return Timing(line["row"], spec, line["m"], kind(**fields), line["us"])
 
 
 def timings_of(lines: Iterable[str]) -> list[Timing]:

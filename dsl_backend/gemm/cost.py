@@ -163,14 +163,14 @@ _SWAP_AB = GemmCosts(
 _STREAM_K = StreamKCosts(power=7.0, flops=0.862, x_faster=9.77, partials_ns=71.2, awaited_ns=22.8, launch_ns=1440.0)
 # Fitted to 104 timings of products of 1 to 64 rows on an H100, which are predicted to 5 %.
 _SPLIT_K = SplitKCosts(power=2.46, step_ns=211.0, received_ns=38.4, launch_ns=1623.0)
-COSTS = Costs(
-    gemm=_GEMM, swap_ab=_SWAP_AB, stream_k=_STREAM_K, split_k=_SPLIT_K, half_row_ns=0.6, shifted_row_ns=1.3
-)
+COSTS = Costs(gemm=_GEMM, swap_ab=_SWAP_AB, stream_k=_STREAM_K, split_k=_SPLIT_K, half_row_ns=0.6, shifted_row_ns=1.3)
 # The share of memory's rate that a persistent GEMM reaches; what a row of a TMA copy beyond the end of x takes.
 GEMM_MEMORY, OUTSIDE_NS = 0.91, 2.5
 # The part of the SMs that clusters of 4 or 8 fill for sure: GPCs differ in their SMs. On an H100 with 132, 28 clusters
 # of 4 ran at once, and 32 did not: 4096 x 4096 took 16.9 us with 32 clusters of 4, and 12.9 with 32 of 2.
 CLUSTERED = 0.875
+
+
 def max_ctas(config: GemmTiles | SmallMTiles, rows: int, target: Target) -> int:
     """CTAs that the target runs at once: whole clusters, or for few rows equally many for each row of tiles."""
     if isinstance(config, SmallMTiles) and config.stream_k:
@@ -223,9 +223,7 @@ def copied_rows_ns(spec: GemmSpec, rows: float, tile_k: int, paired: bool, costs
     return rows * row_ns * bytes_of_row / BLOCK_BYTES * (2 if paired else 1)
 
 
-def iteration_ns(
-    config: SmallMTiles, spec: GemmSpec, rates: Rates, memory: float, paired: bool, costs: Costs
-) -> float:
+def iteration_ns(config: SmallMTiles, spec: GemmSpec, rates: Rates, memory: float, paired: bool, costs: Costs) -> float:
     """Of a k tile of the GEMM for few rows; `memory`: bytes that a CTA reads in a nanosecond."""
     stream_k = costs.stream_k
     weight_bytes, x_bytes = spec.dtypes.weight.itemsize, spec.dtypes.x.itemsize
@@ -236,9 +234,7 @@ def iteration_ns(
     return combined(stream_k.power, bytes_read / memory, products_ns, rows_ns)
 
 
-def split_k_ns(
-    config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, costs: Costs = COSTS
-) -> float:
+def split_k_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, sms: int, costs: Costs = COSTS) -> float:
     """Of the GEMM for few rows with a cluster for each tile, all at once."""
     active = config.tiles(spec, rows) * config.num_splits
     iterations = ceil_div(ceil_div(spec.k, config.tile_k), config.num_splits)
@@ -249,9 +245,7 @@ def split_k_ns(
     return products_ns + split_k.launch_ns + split_k.received_ns * config.partials * 4 / 1024
 
 
-def small_m_ns(
-    config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int, costs: Costs = COSTS
-) -> float:
+def small_m_ns(config: SmallMTiles, spec: GemmSpec, rows: int, rates: Rates, ctas: int, costs: Costs = COSTS) -> float:
     """Of the GEMM for few rows with stream-K."""
     k_tiles = ceil_div(spec.k, config.tile_k)
     # k tiles of a CTA.
