@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the cost model of the GEMMs to timings: `python -m benchmarks.linear.fit FILE... --of gemm,split_k`.
 
-Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU. Before and after the fit it prints how much
-longer the estimate's choice takes than the fastest tile of a row, and for each kind of kernel how far estimates are off;
-then the constants as `dsl_backend/gemm/cost.py` has them. Tiles much slower than the fastest count less: what matters is
-the choice.
+Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU. Before and after the fit it prints how
+much longer the estimate's choice takes than the fastest tile of a row, and for each kind of kernel how far estimates
+are off; then the constants as `dsl_backend/gemm/cost.py` has them. Tiles much slower than the fastest count less: what
+matters is the choice.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from dsl_backend.runtime.target import Target, from_arch
 CONFIGS = {one.__name__: one for one in (sm90.GemmConfig, sm90.SwapABConfig, sm90.SmallMConfig)}
 # Constants of all kernels, by the name that they are chosen with.
 SHARED = "rows"
-SHARED_NAMES = ("half_row_ns", "shifted_row_ns")
+SHARED_NAMES = ("row_of_64_ns", "row_of_32_ns", "row_of_16_ns")
 KINDS = ("gemm", "swap_ab", "stream_k", "split_k", SHARED)
 # Factors that a constant is tried with, until none is better.
 STEPS = (1.3, 1.1, 1.03, 1.01)

@@ -27,7 +27,7 @@ class ArchKernels:
         small_m, gemms: configurations of either to choose among; stages are as many as fit.
         tried: more of them, for tuning.
         rates: of its GPUs, for the cost model.
-        split_k: more for few rows, for products without an activation.
+        split_k: more for few rows, for products without an activation. gated_split_k: for those with one.
     """
 
     package: str
@@ -36,6 +36,7 @@ class ArchKernels:
     tried: Callable[[], Iterator[Config]]
     rates: ArchRates
     split_k: tuple[Config, ...] = ()
+    gated_split_k: tuple[Config, ...] = ()
 
     def kernel(self, config: Config) -> Any:
         """The class of a configuration's kernel. Imports CuTe DSL."""
@@ -48,7 +49,13 @@ class ArchKernels:
 # By `registry.Arch.kernel_arch`.
 ARCH_KERNELS = {
     "sm90": ArchKernels(
-        "dsl_backend.gemm.sm90", sm90.SMALL_M, (*sm90.GEMMS, *sm90.SWAP_AB), sm90.tried, SM90_RATES, sm90.SPLIT_K
+        "dsl_backend.gemm.sm90",
+        sm90.SMALL_M,
+        (*sm90.GEMMS, *sm90.SWAP_AB),
+        sm90.tried,
+        SM90_RATES,
+        sm90.SPLIT_K,
+        sm90.GATED_SPLIT_K,
     ),
     "sm100": ArchKernels("dsl_backend.gemm.sm100", sm100.SMALL_M, sm100.GEMMS, sm100.tried, SM100_RATES),
 }
@@ -75,7 +82,7 @@ def deepest(tiles: Config, spec: GemmSpec, smem_bytes: int) -> Config | None:
 def fitting(spec: GemmSpec, target: Target, *, gemms_alone: bool = False) -> list[Config]:
     """The target's configurations that fit a problem, each with as many stages as fit."""
     arch = arch_kernels(target)
-    split_k = arch.split_k if spec.parts == 1 else ()
+    split_k = arch.split_k if spec.parts == 1 else arch.gated_split_k
     tiles = arch.gemms if gemms_alone else (*arch.small_m, *split_k, *arch.gemms)
     return [config for one in tiles if (config := deepest(one, spec, target.smem_bytes)) is not None]
 
@@ -121,7 +128,7 @@ def variants(spec: GemmSpec, rows: int, target: Target) -> Iterator[Config]:
     arch = arch_kernels(target)
     fewest = min(tile.tile_tokens for tile in arch.small_m if isinstance(tile, SmallMTiles))
     seen = set()
-    for tile in (*arch.small_m, *arch.split_k, *arch.gemms, *arch.tried()):
+    for tile in (*arch.small_m, *arch.split_k, *arch.gated_split_k, *arch.gemms, *arch.tried()):
         if not worth_trying(tile, rows, fewest) or not runs_at_once(tile, spec, rows, target):
             continue
         most = deepest(tile, spec, target.smem_bytes)

@@ -40,14 +40,14 @@ def test_constants_are_found_again() -> None:
     timings = fit.timings_of(lines(COSTS))
     off = dataclasses.replace(
         COSTS,
-        shifted_row_ns=COSTS.shifted_row_ns / 2,
+        row_of_16_ns=COSTS.row_of_16_ns / 2,
         stream_k=dataclasses.replace(COSTS.stream_k, launch_ns=2 * COSTS.stream_k.launch_ns),
     )
     assert fit.error(timings, TARGET, COSTS) == pytest.approx(0, abs=1e-9)
     assert fit.error(timings, TARGET, off) > 0.05
     found = fit.fitted(timings, TARGET, off, ("rows", "stream_k"))
     assert fit.error(timings, TARGET, found) < 0.02
-    assert found.shifted_row_ns == pytest.approx(COSTS.shifted_row_ns, rel=0.1)
+    assert found.row_of_16_ns == pytest.approx(COSTS.row_of_16_ns, rel=0.1)
     assert found.gemm == COSTS.gemm, "of kernels that were not asked for"
 
 
@@ -74,7 +74,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert fit.main() == 0
     printed = capsys.readouterr().out
     assert "the choice takes 0.0 % longer than the fastest, of 4 rows" in printed
-    assert "shifted_row_ns" in printed
+    assert "row_of_16_ns" in printed
     monkeypatch.setattr(sys, "argv", ["fit", str(tmp_path / "sweep.jsonl"), "--of", "typo"])
     with pytest.raises(SystemExit):
         fit.main()

@@ -56,7 +56,7 @@ def test_shared_memory_is_filled(target: Target) -> None:
     for spec in (LLAMA, replace(LLAMA, activation=None)):
         plain = spec.activation is None
         swapped = sum(isinstance(config, SwapABConfig) for config in arch.gemms) if plain else 0
-        few = len(arch.small_m) + (len(arch.split_k) if plain else 0)
+        few = len(arch.small_m) + len(arch.split_k if plain else arch.gated_split_k)
         assert len(fitting(spec, target)) == few + len(arch.gemms) - swapped
         for config in fitting(spec, target):
             deeper = replace(config, stages=config.stages + 1)
@@ -85,13 +85,13 @@ def test_split_k_serves_where_all_clusters_run_at_once() -> None:
     assert not runs_at_once(config, spec, 17, H200)
     assert runs_at_once(replace(config, num_splits=1), spec, 8192, H200)
     tried = [one for one in variants(spec, 16, H200) if isinstance(one, SmallMConfig) and not one.stream_k]
-    assert {one.num_splits for one in tried} == {2, 4}
+    assert {one.num_splits for one in tried} == {2, 3, 4}
     assert estimate_us(config, spec, 17, H200) == math.inf
     two = replace(config, num_splits=2)
     assert [max_ctas(one, 16, H200) for one in (config, two, replace(config, num_splits=8))] == [112, 132, 112]
     assert getattr(choose(spec, 16, H200), "num_splits", 1) == 4, "measured to be faster"
     assert getattr(choose(spec, 16, H200.sparing(100)), "num_splits", 1) == 1, "its clusters do not run at once"
-    assert all(one.stream_k for one in fitting(LLAMA, H200) if isinstance(one, SmallMConfig)), "not timed with SwiGLU"
+    assert max_ctas(replace(config, num_splits=6), 16, H200) == 84, "two clusters of 6 fill 12 SMs of 16"
 
 
 def test_sparing_sms_takes_no_other_kernels() -> None:

@@ -256,13 +256,27 @@ SPLIT_K = (
     ),
     *(SmallMConfig(tokens=64, num_splits=num_splits) for num_splits in (2, 4, 8)),
 )
+# For gated layers with fewer tiles than SMs. Partial sums take shared memory from stages: with many rows, wide k tiles
+# are worse (docs/performance.md).
+GATED_SPLIT_K = (
+    *(
+        SmallMConfig(tokens=tokens, tile_k=tile_k, num_splits=num_splits)
+        for tokens, tile_k in ((32, 128), (48, 128), (48, 64), (64, 64))
+        for num_splits in (2, 3, 4)
+    ),
+    *(
+        SmallMConfig(tokens=tokens, groups=2, split_tokens=True, num_splits=num_splits)
+        for tokens in (40, 48, 56, 64)
+        for num_splits in (2, 3, 4)
+    ),
+)
 GEMMS = (
     GemmConfig(tile_m=128, box_n=128, cluster=2),
     GemmConfig(tile_m=128, box_n=112, cluster=2),
     *(GemmConfig(tile_m=128, box_n=box_n, cluster=2, pingpong=True) for box_n in (96, 88, 80, 72, 56)),
     *(GemmConfig(tile_m=128, box_n=box_n, pingpong=True) for box_n in (88, 72, 64, 56, 48)),
     *(GemmConfig(tile_m=64, box_n=box_n, pingpong=True) for box_n in (112, 88, 64, 56, 48)),
-    GemmConfig(tile_m=64, box_n=64, cluster=2, pingpong=True),
+    *(GemmConfig(tile_m=64, box_n=box_n, cluster=2, pingpong=True) for box_n in (64, 88)),
     GemmConfig(tile_m=192, box_n=56, pingpong=True),
     GemmConfig(tile_m=256, box_n=64, cluster=2),
 )
@@ -298,5 +312,5 @@ def tried() -> Iterator[GemmConfig | SmallMConfig | SwapABConfig]:
         yield SmallMConfig(tokens=tokens, groups=groups, split_tokens=split, tile_k=tile_k)
     for tokens, num_splits, tile_k in itertools.product((8, 16, 32, 64), (2, 4, 8), (64, 128)):
         yield SmallMConfig(tokens=tokens, tile_k=tile_k, num_splits=num_splits)
-    for num_splits in (2, 4):
-        yield SmallMConfig(tokens=32, groups=2, split_tokens=True, num_splits=num_splits)
+    for tokens, num_splits in itertools.product((32, 40, 48, 56, 64, 72), (2, 3, 4)):
+        yield SmallMConfig(tokens=tokens, groups=2, split_tokens=True, num_splits=num_splits)
