@@ -8,7 +8,7 @@ from gemm_cases import CASES, Emulated, emulate, random_emulated, spec_of
 
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import fitting
-from dsl_backend.gemm.sm90.configs import GEMMS, SMALL_M, SPLIT_K, SWAP_AB, SmallMConfig
+from dsl_backend.gemm.sm90.configs import GATED_SPLIT_K, GEMMS, SMALL_M, SPLIT_K, SWAP_AB, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
 
@@ -41,7 +41,7 @@ def test_fuzz(seed: int) -> None:
 @pytest.mark.parametrize(
     ("activation", "place"),
     [
-        *((Swiglu(), place) for place in range(len(SMALL_M) + len(GEMMS) + len(SWAP_AB))),
+        *((Swiglu(), place) for place in range(len(SMALL_M) + len(GATED_SPLIT_K) + len(GEMMS) + len(SWAP_AB))),
         *((None, place) for place in range(len(SMALL_M) + len(SPLIT_K) + len(GEMMS))),
     ],
 )
