@@ -151,8 +151,8 @@ _GEMM = GemmCosts(
     stored_per_ns=10.73,
     launch_ns=2000.0,
 )
-# Fitted to 252 timings of 26 layers with 72 to 2000 rows on an H100: 5.3 % off; the rest of a launch, here and above, to
-# 362 later ones (docs/performance.md).
+# Fitted to 252 timings of 26 layers with 72 to 2000 rows on an H100: 5.3 % off; the rest of a launch, here and above,
+# to 362 later ones (docs/performance.md).
 _SWAP_AB = GemmCosts(
     power=3.425,
     flops=1.069,
@@ -168,8 +168,8 @@ _SWAP_AB = GemmCosts(
 _STREAM_K = StreamKCosts(power=7.0, flops=0.862, x_faster=9.77, partials_ns=71.2, awaited_ns=22.8, launch_ns=1440.0)
 # Fitted to 167 timings on an H100, of gated layers with 17 to 251 rows and products with 1 to 64: 8 % off.
 _SPLIT_K = SplitKCosts(power=2.59, step_ns=20.0, latency_ns=1324.0, received_ns=39.2, launch_ns=1328.0)
-# The last three are fitted to these: 70 rows of 2x2240 took 8.8 us with 1728 columns, 10.1 with 1760, 10.7 with 1744, and
-# 12.0 to 13.9 with 1736.
+# The last three are fitted to these: 70 rows of 2x2240 took 8.8 us with 1728 columns, 10.1 with 1760, 10.7 with 1744,
+# and 12.0 to 13.9 with 1736.
 COSTS = Costs(
     gemm=_GEMM,
     swap_ab=_SWAP_AB,
