@@ -142,7 +142,7 @@ class Costs:
     row_of_16_ns: float
 
 
-_GEMM = GemmCosts(
+GEMM = GemmCosts(
     power=4.16,
     row_ns=0.3,
     step_ns=176.0,
@@ -171,7 +171,7 @@ _SPLIT_K = SplitKCosts(power=2.59, step_ns=20.0, latency_ns=1324.0, received_ns=
 # The last three are fitted to these: 70 rows of 2x2240 took 8.8 us with 1728 columns, 10.1 with 1760, 10.7 with 1744,
 # and 12.0 to 13.9 with 1736.
 COSTS = Costs(
-    gemm=_GEMM,
+    gemm=GEMM,
     swap_ab=_SWAP_AB,
     stream_k=_STREAM_K,
     split_k=_SPLIT_K,
