@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from dsl_backend.attention.cute.sizes import (
     MBARRIER_BYTES,
@@ -23,6 +24,7 @@ REGISTERS = {1: (240, 80), 2: (232, 40), 3: (160, 32)}
 # The same with a dequantization warpgroup, whose registers come third, by MMA warpgroups and CTAs per SM.
 DEQUANT_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (208, 32, 64)}
 SM_REGISTERS = 1 << 16
+ARRIVALS_SMEM_BYTES = 16
 # ptxas refuses a WGMMA unless its accumulator and this many registers more are there at kernel launch (C7602).
 WGMMA_SPARE_REGISTERS = 30
 
@@ -44,6 +46,7 @@ class DenseConfig:
             of 16 bits.
         fold_in_smem: a CTA keeps the splits of a batch-invariant layer that it has combined in shared memory, rather
             than in global memory.
+        merge: of a split output tile's partial results: by a `kernel` of its own, or `inside`, by the last CTA.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
@@ -58,6 +61,7 @@ class DenseConfig:
     dequant_stages: int = 0
     fold_in_smem: bool = False
     pair_row_tiles: bool = False
+    merge: Literal["kernel", "inside"] = "kernel"
 
     @property
     def tile_m(self) -> int:
@@ -88,7 +92,8 @@ class DenseConfig:
         mbarriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + 2 * self.dequant_stages)
         folded = 4 * fold_workspace_size(self.tile_m, padded(v_split_dim(spec.head_dim_v))) if self.fold_in_smem else 0
         tiles = spec.dtype.itemsize * (q_elements + kv_elements) + fp8_bytes + folded
-        return tiles + mbarriers + WORK_TILE_SMEM_BYTES
+        arrivals = ARRIVALS_SMEM_BYTES if self.merge == "inside" else 0
+        return tiles + mbarriers + WORK_TILE_SMEM_BYTES + arrivals
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built with this configuration; empty if it can.
@@ -104,6 +109,8 @@ class DenseConfig:
                 f"{self.groups} warpgroups, {self.ctas_per_sm} CTAs per SM: with fp8 keys one of "
                 f"{sorted(DEQUANT_REGISTERS)} is possible"
             )
+        if self.merge == "inside" and spec.batch_invariant:
+            reasons.append("merge inside: a batch-invariant layer, whose splits begin at fixed keys, has a merge kernel")
         if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
             reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more are possible for fp8 keys, 0 for others")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
