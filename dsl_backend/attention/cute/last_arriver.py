@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The merge of a split output tile inside the attention kernel: by the last of its CTAs, instead of a combine kernel."""
+"""The merge of a split output tile inside the attention kernel, by the last of its CTAs: no combine kernel follows."""
 
 from typing import cast
 
@@ -54,9 +54,7 @@ class LastArriver:
         if self.thread == 0:
             # The barrier and the fence order what all threads stored before the count, and what others stored after it.
             cute.arch.fence_acq_rel_gpu()
-            arrived = cute.arch.atomic_add(
-                counters.iterator + source, cutlass.Int32(1), sem="relaxed", scope="gpu"
-            )
+            arrived = cute.arch.atomic_add(counters.iterator + source, cutlass.Int32(1), sem="relaxed", scope="gpu")
             cute.arch.fence_acq_rel_gpu()
             is_last = cutlass.Int32(1) if arrived == num_splits - 1 else cutlass.Int32(0)
             sIsLast[0] = is_last

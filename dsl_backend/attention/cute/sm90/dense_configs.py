@@ -110,7 +110,9 @@ class DenseConfig:
                 f"{sorted(DEQUANT_REGISTERS)} is possible"
             )
         if self.merge == "inside" and spec.batch_invariant:
-            reasons.append("merge inside: a batch-invariant layer, whose splits begin at fixed keys, has a merge kernel")
+            reasons.append(
+                "merge inside: a batch-invariant layer, whose splits begin at fixed keys, has a merge kernel"
+            )
         if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
             reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more are possible for fp8 keys, 0 for others")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:

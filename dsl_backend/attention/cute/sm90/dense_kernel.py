@@ -158,7 +158,7 @@ class DenseForward(TiledKernel):
         # Nothing before this point depends on the kernels before this one (programmatic dependent launch).
         dependent_launch.wait()
         if cutlass.const_expr(self.key.split):
-            # The combine kernel, or without one the next layer, may start on free SMs; it waits for the end of this one.
+            # The next kernel, often the combine kernel, may start on free SMs; it waits for the end of this one.
             dependent_launch.launch_dependents()
         work_pipeline = WorkTilePipeline(work_tiles, barriers.work_full, barriers.work_empty)
         if warp < WARPS_PER_WARPGROUP:
