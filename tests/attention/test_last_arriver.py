@@ -17,6 +17,7 @@ from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import SplitKV
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward
 from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Operands
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, from_arch
@@ -109,6 +110,27 @@ def test_bits_of_the_combine_kernel(schedule: str, splits: int, dim: int) -> Non
 def test_a_workspace_is_used_again(schedule: str) -> None:
     """The order in which CTAs arrive differs from run to run; neither bits nor counters do."""
     compare(4, 16, schedule, Spoiled(torch.device("cpu")), runs=3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(INSIDE, id="inside", marks=pytest.mark.rest),
+        pytest.param(replace(KERNEL, early_dependents=True), id="early", marks=pytest.mark.rest),
+    ],
+)
+def test_layers_overlap(config: DenseConfig) -> None:
+    """Layers of a captured step share scratch, and each starts before the one in front of it has ended."""
+    problem, memory = Case(q_lens=(1,), kv_lens=(12 * TILE,), heads=(2, 1), dim=16).problem(), scratch()
+    target = replace(from_arch("sm_90a"), sm_count=3)
+    kernel = SplitKV(problem.spec, target, memory, config)
+    bound, results = kernel.bind(problem.batch, 0, 1), [check.empty_result(problem) for _ in range(3)]
+    with emulator.device(arch="sm_90a", sms=3, schedule="lazy", strict=True) as device, device.capture():
+        for one in results:
+            bound(Operands(problem.q, None, problem.keys, problem.values, one.out, one.lse, *[None] * 4))
+    for one in results:
+        check.judge(one, problem.expected(), problem.score_magnitude())
+    assert not memory.flags(0).any()
 
 
 @pytest.mark.full

@@ -81,11 +81,20 @@ class SplitKVCombine:
         key: the `LayerKey`.
         columns: of a partial result.
         ctas_per_sm: of the attention kernel.
+        early_dependents: the next kernel may start once the attention kernel has ended.
         many_rows: output tiles of many rows have more tasks than there are CTAs, and warps then combine more splits;
             fixed splits in tasks of 128 columns, of which a quarter as many splits are in flight.
     """
 
-    def __init__(self, key: Any, columns: int, ctas_per_sm: int = 1, many_rows: bool = False) -> None:
+    def __init__(
+        self,
+        key: Any,
+        columns: int,
+        ctas_per_sm: int = 1,
+        many_rows: bool = False,
+        early_dependents: bool = False,
+    ) -> None:
+        self.early_dependents = early_dependents
         self.key, self.columns, self.ctas_per_sm, self.many_rows = key, columns, ctas_per_sm, many_rows
         self.vector = 1 if key.tiles_per_split and not many_rows else 4 if columns > 2 * WARP else 2
         self.column_blocks = -(-columns // (WARP * self.vector))
@@ -149,6 +158,7 @@ class CombineThread:
         sStats: cute.Tensor,
     ) -> None:
         self.key, self.columns, self.vector = combine.key, combine.columns, combine.vector
+        self.early_dependents = combine.early_dependents
         self.column_blocks, self.many_rows = combine.column_blocks, combine.many_rows
         self.out, self.lse, self.partials = outputs.out, outputs.lse, cast("cute.Tensor", outputs.partials)
         self.requests, self.scoring = requests, scoring
@@ -180,6 +190,8 @@ class CombineThread:
             if first == 0:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
                 dependent_launch.wait()
+                if cutlass.const_expr(self.early_dependents):
+                    dependent_launch.launch_dependents()
             cta_range, warp_range = (
                 self.split_range(split_ranges, cta_source),
                 self.split_range(split_ranges, warp_source),

@@ -47,6 +47,7 @@ class DenseConfig:
         fold_in_smem: a CTA keeps the splits of a batch-invariant layer that it has combined in shared memory, rather
             than in global memory.
         merge: of a split output tile's partial results: by a `kernel` of its own, or `inside`, by the last CTA.
+        early_dependents: the merge kernel lets the next kernel start before it ends. Merging inside, a kernel always does.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
@@ -62,6 +63,7 @@ class DenseConfig:
     fold_in_smem: bool = False
     pair_row_tiles: bool = False
     merge: Literal["kernel", "inside"] = "kernel"
+    early_dependents: bool = False
 
     @property
     def tile_m(self) -> int:
