@@ -47,7 +47,7 @@ class DenseConfig:
         fold_in_smem: a CTA keeps the splits of a batch-invariant layer that it has combined in shared memory, rather
             than in global memory.
         merge: of a split output tile's partial results: by a `kernel` of its own, or `inside`, by the last CTA.
-        early_dependents: the merge kernel lets the next kernel start before it ends. Merging inside, a kernel always does.
+        early_dependents: the merge kernel lets the next kernel start before it ends. `inside` always does.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
@@ -288,3 +288,7 @@ def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig
             dequant_stages=fp8_stages,
         )
         yield from deepest(made, spec, smem_bytes, 2)
+    usual = default_split_config(spec)
+    for form in (replace(usual, merge="inside"), replace(usual, early_dependents=True)):
+        if not form.objections(spec, smem_bytes):
+            yield form
