@@ -111,9 +111,10 @@ class DenseConfig:
                 f"{self.groups} warpgroups, {self.ctas_per_sm} CTAs per SM: with fp8 keys one of "
                 f"{sorted(DEQUANT_REGISTERS)} is possible"
             )
-        if self.merge == "inside" and spec.batch_invariant:
+        if spec.batch_invariant and (self.merge != "kernel" or self.early_dependents):
             reasons.append(
-                "merge inside: a batch-invariant layer, whose splits begin at fixed keys, has a merge kernel"
+                f"merge {self.merge}, early_dependents {self.early_dependents}: a batch-invariant layer, whose splits "
+                f"begin at fixed keys, has a merge kernel that lets no kernel start early"
             )
         if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
             reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more are possible for fp8 keys, 0 for others")
