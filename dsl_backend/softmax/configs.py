@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, replace
 
-from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, WARP, RowConfig, ceil_div, ctas_per_sm, power_of_2
+from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, RowConfig, ceil_div, ctas_per_sm, power_of_2
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 # The threads of a row load at least 128 adjacent bytes at a time, where the row is as long.
@@ -21,9 +21,6 @@ WIDE_THREADS, WIDE_ELEMENTS = 256, 40
 PAIRED_THREADS = 256
 # Elements of an access where input and output have 16 bits and rows are aligned.
 HALVES = ACCESS_BYTES // 2
-# A row of one warp with as many bytes has a CTA of its own, since 32 CTAs, the most of an SM, have 64 KB of input: 6.59
-# us and not 7.03 with four rows a CTA for 3338 rows of 568 (H100, float32).
-LONE_WARP_BYTES = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +66,11 @@ def default_config(spec: SoftmaxSpec) -> SoftmaxConfig:
     vector = widest_vector(spec)
     threads, cluster = spread(spec, vector)
     vectors_per_thread = ceil_div(spec.width // vector, threads * cluster)
-    lone = threads == WARP and spec.width * spec.dtype.itemsize >= LONE_WARP_BYTES
     held = SoftmaxConfig(
         vector=vector,
         vectors_per_thread=vectors_per_thread,
         threads_per_row=threads,
-        rows_per_cta=1 if lone else max(1, CTA_THREADS // threads),
+        rows_per_cta=max(1, CTA_THREADS // threads),
         cluster=cluster,
         use_pdl=True,
     )

@@ -151,7 +151,6 @@ CASES = [
     SoftmaxCase(id="lanes-31", rows=7, width=31, dtype=F32, why="part of a warp, single elements, one column missing"),
     SoftmaxCase(id="lanes-33", rows=20, width=33, why="one column more than 32; a second CTA"),
     SoftmaxCase(id="warp", rows=6, width=1000, log=True, why="a warp for each row, ragged, whole accesses"),
-    SoftmaxCase(id="lone-warp", rows=3, width=568, dtype=F32, why="a CTA of one warp for each row"),
     SoftmaxCase(id="block", rows=2, width=2048, dtype=F32, why="warps merge through shared memory, no column outside"),
     SoftmaxCase(id="block-ragged", rows=2, width=4096 + 3, dtype=F16, why="the same, single elements, ragged"),
     # --- a cluster, and the loop, at widths that the emulator finishes ---

@@ -311,8 +311,8 @@ def test_experts_of_a_rank_that_has_whole_ones() -> None:
 
 
 def of_sm100(shape: model.ModelShape) -> list[Any]:
+    """Which of the kernels serves how many tokens is an estimate there: nothing was timed."""
     found = list(precompile.precompile_specs(shape, from_arch("sm_100a")))
-    assert any(unit.key.decodes for unit in found)
     assert not all(unit.key.decodes for unit in found)
     return found
 

@@ -2,6 +2,7 @@
 """Configurations of RMSNorm, and the kernels that are compiled for a model ahead of time."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -37,21 +38,24 @@ def test_every_width_up_to_a_quarter_million_is_served(dtype: torch.dtype, quant
 
 
 def test_threads_and_clusters_of_a_width() -> None:
-    def level(width: int) -> tuple[int, int]:
-        config = default_config(spec(width))
+    def level(width: int, **more: Any) -> tuple[int, int]:
+        config = default_config(spec(width, **more))
         return config.threads_per_row, config.cluster
+
+    assert level(16384, residual=False) == (256, 2)
 
     assert level(8) == (1, 1)
     assert level(128) == (8, 1)
     assert level(4096) == (128, 1)
     assert level(8192) == (256, 1)
-    assert level(16384) == (256, 2)
+    assert level(16384) == (512, 1)
+    assert level(16392) == (256, 4)
     assert level(32768) == (256, 4)
     assert level(131072) == (256, 16)
     assert level(262144) == (512, 16)
 
 
-@pytest.mark.parametrize("width", [1024, 4096, 8192, 16384, 65536, 131072])
+@pytest.mark.parametrize("width", [1024, 4096, 8192, 65536, 131072])
 def test_an_sm_reads_for_several_rows(width: int) -> None:
     """64 KB of rows in flight where 64 bytes of a thread, as many of weight and 32 registers fit four times 256."""
     for more, least in (({"residual": False}, 64), ({}, 48)):

@@ -75,17 +75,6 @@ def test_ctas_on_an_sm() -> None:
     assert found(201088, torch.float32) == (7, 1, False)
 
 
-def test_a_long_row_of_one_warp_has_a_cta() -> None:
-    def rows(width: int, dtype: torch.dtype) -> tuple[int, int]:
-        config = default_config(spec(width, dtype))
-        return config.threads_per_row, config.rows_per_cta
-
-    assert rows(568, torch.float32) == (32, 1)
-    assert rows(568, torch.bfloat16) == (32, 4)
-    assert rows(1024, torch.bfloat16) == (32, 1)
-    assert rows(500, torch.float32) == (16, 8)
-
-
 FITS = SoftmaxConfig(vector=8, vectors_per_thread=4, threads_per_row=32, rows_per_cta=4)
 
 

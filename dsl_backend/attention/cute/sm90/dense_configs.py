@@ -210,7 +210,11 @@ def default_split_config(spec: AttentionSpec) -> DenseConfig:
         # Two CTAs per SM hide each other's softmax: 5 to 10 % faster if memory is busy, 8 % slower for one request.
         # speculative_max gains 1 % with heads of 64, and nothing with heads of 128.
         tile_n, speculative_max = (128, True) if widest <= 64 else (64, False)
-        return DenseConfig(groups=1, tile_n=tile_n, stages=2, ctas_per_sm=2, speculative_max=speculative_max)
+        # The o projection behind it, of streamed weights, loads them early: 1.2 us less for one request, and as long for
+        # 64 (H200; docs/decisions.md).
+        return DenseConfig(
+            groups=1, tile_n=tile_n, stages=2, ctas_per_sm=2, speculative_max=speculative_max, early_dependents=True
+        )
     if widest > 256:
         return DenseConfig(groups=1, tile_n=48, stages=2)
     return DenseConfig(groups=1, tile_n=64, stages=2)
@@ -290,6 +294,6 @@ def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig
         )
         yield from deepest(made, spec, smem_bytes, 2)
     usual = default_split_config(spec)
-    for form in (replace(usual, merge="inside"), replace(usual, early_dependents=True)):
+    for form in (replace(usual, merge="inside", early_dependents=False), replace(usual, early_dependents=True)):
         if not form.objections(spec, smem_bytes):
             yield form
