@@ -178,13 +178,6 @@ CASES = [
         config=replace(SMALL, box_n=48, stages=3),
     ),
     ScaledEmulated(
-        id="blocks-ordered",
-        why="consumers take turns, over several tiles of an odd number of blocks; the last turn is nobody's to follow",
-        case=blocked(150, 256, 272, activation=SWIGLU, to=GROUPS),
-        config=replace(SMALL, box_n=64, cluster=2, ordered=True),
-        sms=2,
-    ),
-    ScaledEmulated(
         id="blocks-special",
         why="NaN and denormal scales of both operands",
         case=replace(BLOCKS, rows=70, special=True, special_weights=True),
@@ -340,7 +333,6 @@ def random_config(draw: random.Random) -> ScaledConfig:
             cluster=draw.choice((1, 2)),
             band=draw.randint(1, 4),
             promotion=draw.choice((1, 1, 2, 4)),
-            ordered=draw.random() < 0.3,
         )
     groups = draw.choice((1, 2))
     split = groups == 2 and draw.random() < 0.5

@@ -45,10 +45,6 @@ MISTAKES = (
         "blocks",
         Mistake("scales of the block of k before", scaled_gemm, "cutlass.min(k_tile + AHEAD, k_tiles - 1)", "k_tile"),
     ),
-    (
-        "blocks-ordered",
-        Mistake("a turn is not given", scaled_gemm, "position + group < positions", "position + group + 1 < positions"),
-    ),
     ("blocks", Mistake("the scale of the row above", scaled_gemm, "row + 8 * (i % 2) +", "row +")),
     ("blocks-gated", Mistake("gate's scales for up", scaled_gemm, "return box * params.mOut.shape[1] + n", "return n")),
     (

@@ -53,14 +53,11 @@ class ScaledGemmConfig(GemmConfig):
 
     Attributes:
         promotion: blocks of 128 columns of k between these additions; 1 where each block has scales.
-        ordered: consumers issue the products of blocks in turn, each when half of the other's are done, so that one
-            adds while the other's run; else no order is between them. For scales of blocks.
     """
 
     tile_m: int = 128
     box_n: int = 64
     promotion: int = 1
-    ordered: bool = False
 
     def tiles_of_group(self, out: ScaledFormat | None, parts: int) -> int:
         """Tiles side by side that a CTA finishes together, so that a group of the output's columns is complete."""
@@ -85,8 +82,6 @@ class ScaledGemmConfig(GemmConfig):
         most = 1 if spec.weight.blocked else MOST_PROMOTION
         if not 1 <= self.promotion <= most:
             reasons.append(f"promotion {self.promotion}: 1 to {most} blocks of k are possible with {spec.weight}")
-        if self.ordered and not spec.weight.blocked:
-            reasons.append(f"ordered: consumers take turns where sums have scales of blocks, not with {spec.weight}")
         reasons += float32_objections(spec)
         if spec.out == ROW_SCALED:
             reasons.append(f"out {spec.out}: a tile has a part of a row, whose scale needs all of it")
@@ -142,7 +137,6 @@ class ScaledSmallMConfig(SmallMConfig):
 
 
 # Tiles, with as many stages as fit. Wider ones than 192 columns leave no registers for two sets of accumulators.
-# Ordered ones stand last: the cost model has the same time for them as without the order, and takes the first one.
 SCALED_GEMMS = (
     *(
         ScaledGemmConfig(box_n=box_n, cluster=cluster, promotion=promotion)
@@ -150,7 +144,6 @@ SCALED_GEMMS = (
         for cluster in (1, 2)
         for promotion in (1, MOST_PROMOTION)
     ),
-    *(ScaledGemmConfig(cluster=cluster, ordered=True) for cluster in (1, 2)),
 )
 
 SCALED_SMALL_M = (

@@ -20,7 +20,7 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
-from dsl_backend.gemm.sm90.gemm import ORDER_BARRIER, Gemm
+from dsl_backend.gemm.sm90.gemm import Gemm
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.gemm.views import bias_of
@@ -58,7 +58,7 @@ class ScaledGemm(Gemm):
     def __init__(self, key: ScaledKey[ScaledGemmConfig]):
         super().__init__(key)
         config = key.config
-        self.promotion, self.blocked, self.ordered = config.promotion, key.weight.blocked, config.ordered
+        self.promotion, self.blocked = config.promotion, key.weight.blocked
         self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
         self.out_format, self.wide = key.out, key.dtypes.out == torch.float32
         self.group_tiles = config.tiles_of_group(key.out, self.parts)
@@ -134,8 +134,8 @@ class ScaledGemm(Gemm):
                 row = m_tile * self.tile_m + row_tile * self.consumer_m + self.thread_row(thread)
                 total.fill(0.0)
                 if cutlass.const_expr(self.blocked):
-                    span = (tile * k_tiles, tiles * k_tiles)
-                    self.mainloop_of_blocks(params, acc, total, tCrX, tCrW, pipeline, span, row, n_tile, group, thread)
+                    start = tile * k_tiles
+                    self.mainloop_of_blocks(params, acc, total, tCrX, tCrW, pipeline, start, row, n_tile, thread)
                 else:
                     self.promoted_mainloop(acc, total, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
                 if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
@@ -164,7 +164,7 @@ class ScaledGemm(Gemm):
         position: cutlass.Int32,
         accumulate: cutlass.Constexpr[bool],
     ):
-        """Issue the products of a block of k, which are added to `acc` or replace it; ordered ones in two halves."""
+        """Issue the products of a block of k, which are added to `acc` or replace it."""
         # One that was changed in a loop could not be used behind it.
         tiled_mma = self.tiled_mma(self.mma_n)
         tiled_mma.set(wgmma.Field.ACCUMULATE, accumulate)
@@ -174,25 +174,7 @@ class ScaledGemm(Gemm):
         for k_block in cutlass.range_constexpr(cute.size(tCrX, mode=[2])):
             cute.gemm(tiled_mma, acc, tCrX[None, None, k_block, stage], tCrW[None, None, k_block, stage], acc)
             tiled_mma.set(wgmma.Field.ACCUMULATE, True)
-            if cutlass.const_expr(self.ordered and 2 * (k_block + 1) == cute.size(tCrX, mode=[2])):
-                wgmma.commit_group()
         wgmma.commit_group()
-
-    @cute.jit
-    def await_turn(self, position: cutlass.Int32, group: cutlass.Int32):
-        """Ordered: wait until half of the other consumer's products are done; the first consumer begins."""
-        if cutlass.const_expr(self.ordered):
-            if position + group > 0:
-                cute.arch.barrier(barrier_id=ORDER_BARRIER + group, number_of_threads=2 * WARPGROUP)
-
-    @cute.jit
-    def give_turn(self, position: cutlass.Int32, positions: cutlass.Int32, group: cutlass.Int32):
-        """Ordered: half of the products at a position, of so many of the CTA, are done: it is the other's turn."""
-        if cutlass.const_expr(self.ordered):
-            wgmma.wait_group(1)
-            # The second consumer's last turn is nobody's to follow.
-            if position + group < positions:
-                cute.arch.barrier_arrive(barrier_id=ORDER_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def promoted_mainloop(
@@ -247,19 +229,17 @@ class ScaledGemm(Gemm):
         tCrX: cute.Tensor,
         tCrW: cute.Tensor,
         pipeline: Pipeline,
-        span: tuple[cutlass.Int32, cutlass.Int32],
+        start: cutlass.Int32,
         row: cutlass.Int32,
         n_tile: cutlass.Int32,
-        group: cutlass.Int32,
         thread: cutlass.Int32,
     ):
         """Add a tile's products, each block of k with its scales, to `total`.
 
         Args:
-            span: the tile's first position, and how many positions the CTA has.
+            start: the tile's first position.
             row: the first of the thread's rows of x.
         """
-        start, positions = span
         k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
         # Of two blocks: one's are loaded while the other is multiplied. Without a move from one to the other, nothing
@@ -269,9 +249,7 @@ class ScaledGemm(Gemm):
             for i in cutlass.range_constexpr(AHEAD):
                 k_tile = first + i
                 if k_tile < k_tiles:
-                    self.await_turn(start + k_tile, group)
                     self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False)
-                    self.give_turn(start + k_tile, positions, group)
                     wgmma.wait_group(0)
                     fence_operand(acc)
                     pipeline.warpgroup_release(start + k_tile, thread)

@@ -210,8 +210,8 @@ def default_split_config(spec: AttentionSpec) -> DenseConfig:
         # Two CTAs per SM hide each other's softmax: 5 to 10 % faster if memory is busy, 8 % slower for one request.
         # speculative_max gains 1 % with heads of 64, and nothing with heads of 128.
         tile_n, speculative_max = (128, True) if widest <= 64 else (64, False)
-        # The o projection behind it, of streamed weights, loads them early: 1.2 us less for one request, and as long for
-        # 64 (H200; docs/decisions.md).
+        # An o projection of streamed weights behind it loads them early: 1.2 us less for one request (H200;
+        # docs/decisions.md).
         return DenseConfig(
             groups=1, tile_n=tile_n, stages=2, ctas_per_sm=2, speculative_max=speculative_max, early_dependents=True
         )
