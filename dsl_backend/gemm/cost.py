@@ -152,7 +152,7 @@ GEMM = GemmCosts(
     launch_ns=2000.0,
 )
 # Fitted to 252 timings of 26 layers with 72 to 2000 rows on an H100: 5.3 % off; the rest of a launch, here and above,
-# to 362 later ones (docs/performance.md).
+# was set by hand after a fit to 362 later ones, so that 188 rows of 2x3584 keep their tile (docs/performance.md).
 _SWAP_AB = GemmCosts(
     power=3.425,
     flops=1.069,
