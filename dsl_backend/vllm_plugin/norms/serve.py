@@ -34,7 +34,7 @@ def reasons_against_engine(vllm_config: Any) -> str:
         reasons.append("additional_config['dsl']['norms'] is vllm")
     if served_by is ServedBy.MEASURED:
         reasons.append(
-            "nothing measured says that dsl is faster: "
+            "a model that dsl serves was not compared on a GPU yet: "
             """--additional-config '{"dsl": {"norms": "dsl"}}' has dsl serve them"""
         )
     if getattr(vllm_config, "quant_config", None) is not None:
