@@ -111,5 +111,5 @@ def device() -> Device:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },
-        load=Load(streams=18, sequences=12, longest=32, pages=32, alone=18, soak=150),
+        load=Load(streams=18, sequences=12, longest=32, pages=36, alone=18, soak=150),
     )
