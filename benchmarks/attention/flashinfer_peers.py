@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashInfer's wrappers. At first use they compile kernels with nvcc for minutes, so they run only if named."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from dsl_backend.providers import Run, provider
@@ -46,6 +46,21 @@ class Wrapper(Protocol):
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> object: ...
 
 
+def sizes_of(problem: Problem) -> tuple[int | None, ...]:
+    """The layer, as a paged plan takes it: query heads, key heads, elements of a head, tokens of a page."""
+    return problem.heads_q, problem.heads_kv, problem.head_dim, problem.page_size
+
+
+def options_of(problem: Problem) -> dict[str, Any]:
+    """The rest of what a paged plan is told of a layer."""
+    return {
+        "window_left": -1 if problem.window_left is None else problem.window_left,
+        "q_data_type": problem.dtype,
+        "kv_data_type": problem.kv_dtype,
+        "sm_scale": problem.scale,
+    }
+
+
 def paged_decode(problem: Problem, inputs: Inputs) -> Wrapper:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
@@ -64,14 +79,8 @@ def paged_decode(problem: Problem, inputs: Inputs) -> Wrapper:
         starts,
         pages,
         last,
-        problem.heads_q,
-        problem.heads_kv,
-        problem.head_dim,
-        problem.page_size,
-        window_left=-1 if problem.window_left is None else problem.window_left,
-        q_data_type=problem.dtype,
-        kv_data_type=problem.kv_dtype,
-        sm_scale=problem.scale,
+        *sizes_of(problem),
+        **options_of(problem),
     )
     return wrapper
 
@@ -86,15 +95,9 @@ def paged_prefill(problem: Problem, inputs: Inputs) -> Wrapper:
         starts,
         pages,
         last,
-        problem.heads_q,
-        problem.heads_kv,
-        problem.head_dim,
-        problem.page_size,
+        *sizes_of(problem),
         causal=True,
-        window_left=-1 if problem.window_left is None else problem.window_left,
-        q_data_type=problem.dtype,
-        kv_data_type=problem.kv_dtype,
-        sm_scale=problem.scale,
+        **options_of(problem),
     )
     return wrapper
 

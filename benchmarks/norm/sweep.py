@@ -7,7 +7,6 @@ they are is not compared.
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,19 +16,18 @@ from dsl_backend.norm import launch
 from dsl_backend.norm.configs import NormConfig, default_config, most_ctas, widest_vector
 from dsl_backend.norm.cute import host
 from dsl_backend.norm.spec import NormSpec, Scaling
-from dsl_backend.rows import ceil_div, power_of_2
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
 
 from .. import sweep, timing
 from ..case import Case, select
+from ..row_sweep import spreads
 from ..sweep import Contest, Ready
 from .problems import EPS, Problem, build, reference
 from .rows import cases
 
 FEWEST, MOST = 16, 64  # elements of a thread
-NARROW = 1024  # row width up to which a thread may have fewer elements
-PART = 8192  # elements of one CTA of a cluster
+THREADS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of a row in a CTA
 
 
 def candidates(spec: NormSpec, smem_bytes: int) -> Iterator[NormConfig]:
@@ -37,18 +35,12 @@ def candidates(spec: NormSpec, smem_bytes: int) -> Iterator[NormConfig]:
     default = default_config(spec)
     yield default
     vector = widest_vector(spec)
-    count = spec.width // vector
-    fewest = FEWEST if spec.width > NARROW else vector
-    clusters = [cluster for cluster in (1, 2, 4, 8, 16) if cluster == 1 or power_of_2(spec.width) >= PART * cluster]
-    for threads, cluster in itertools.product((4, 8, 16, 32, 64, 128, 256, 512, 1024), clusters):
-        vectors_per_thread = ceil_div(count, threads * cluster)
-        if not fewest <= vector * vectors_per_thread <= MOST or threads > count or (threads < 128 and cluster > 1):
-            continue
+    for vectors, threads, rows, cluster in spreads(spec.width, vector, THREADS, FEWEST, MOST):
         one = NormConfig(
             vector=vector,
-            vectors_per_thread=vectors_per_thread,
+            vectors_per_thread=vectors,
             threads_per_row=threads,
-            rows_per_cta=max(1, 128 // threads),
+            rows_per_cta=rows,
             cluster=cluster,
             use_pdl=True,
         )

@@ -7,27 +7,26 @@ TB/s, and the configuration. The fastest is first; the default is marked.
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from dsl_backend.rows import ceil_div, common_vector, ctas_per_sm, power_of_2
+from dsl_backend.rows import common_vector
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
-from dsl_backend.softmax.configs import SoftmaxConfig, default_config, widest_vector
+from dsl_backend.softmax.configs import SoftmaxConfig, default_config, most_ctas, widest_vector
 from dsl_backend.softmax.cute import host
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 from .. import sweep, timing
 from ..case import Case, select
+from ..row_sweep import spreads
 from ..sweep import Contest, Ready
 from .problems import Problem, build, reference
 from .rows import cases
 
 FEWEST, MOST = 32, 128  # elements per thread
-NARROW = 1024  # row width up to which a thread may have fewer elements
-PART = 8192  # elements of one CTA of a cluster
+THREADS = (32, 64, 128, 256, 512, 1024)  # of a row in a CTA
 
 
 def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
@@ -36,22 +35,16 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
     yield default
     yield dataclasses.replace(default, use_pdl=not default.use_pdl)
     vector = widest_vector(spec)
-    count = spec.width // vector
-    fewest = FEWEST if spec.width > NARROW else vector
-    clusters = [cluster for cluster in (1, 2, 4, 8, 16) if cluster == 1 or power_of_2(spec.width) >= PART * cluster]
-    for threads, cluster in itertools.product((32, 64, 128, 256, 512, 1024), clusters):
-        vectors_per_thread = ceil_div(count, threads * cluster)
-        if not fewest <= vector * vectors_per_thread <= MOST or threads > count or (threads < 128 and cluster > 1):
-            continue
+    for vectors, threads, rows, cluster in spreads(spec.width, vector, THREADS, FEWEST, MOST):
         held = SoftmaxConfig(
             vector=vector,
-            vectors_per_thread=vectors_per_thread,
+            vectors_per_thread=vectors,
             threads_per_row=threads,
-            rows_per_cta=max(1, 128 // threads),
+            rows_per_cta=rows,
             cluster=cluster,
         )
         again = dataclasses.replace(held, recompute=True)
-        kept, most = (ctas_per_sm(one.registers(spec), one.threads) for one in (held, again))
+        kept, most = (most_ctas(one, spec) for one in (held, again))
         found = [dataclasses.replace(held, ctas_per_sm=kept, use_pdl=use_pdl) for use_pdl in (True, False)]
         # Computing exponentials twice is useful only if more CTAs fit.
         found += [dataclasses.replace(again, ctas_per_sm=most, use_pdl=True)] if most > kept else []

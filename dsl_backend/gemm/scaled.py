@@ -96,7 +96,7 @@ class ScaledGemmSpec(GemmSpec):
         return self.out == TENSOR_SCALED
 
     @property
-    def widened(self) -> Self:
+    def in_float32(self) -> Self:
         """The same with an output in float32."""
         return replace(self, out=None, wide=True)
 

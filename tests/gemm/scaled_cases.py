@@ -59,7 +59,7 @@ class ScaledEmulated:
     @property
     def products(self) -> ScaledLinearSpec:
         """What the GEMM computes."""
-        return self.case.spec.widened if self.beside else self.case.spec
+        return self.case.spec.in_float32 if self.beside else self.case.spec
 
 
 def outputs(case: ScaledCase, given_scale: torch.Tensor | None) -> Outputs:

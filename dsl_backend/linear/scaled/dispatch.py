@@ -43,7 +43,7 @@ def sm90_tiles(spec: ScaledLinearSpec, smem_bytes: int) -> list[str]:
     """Why SM90's tiles do not serve; a launch of its own may quantise the output."""
     reasons = sm90_configs.objections(spec, smem_bytes)
     if reasons and spec.out in sm90_configs.QUANTISED_BESIDE:
-        return sm90_configs.objections(spec.widened, smem_bytes)
+        return sm90_configs.objections(spec.in_float32, smem_bytes)
     return reasons
 
 

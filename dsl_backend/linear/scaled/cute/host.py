@@ -49,7 +49,7 @@ def choices(spec: ScaledLinearSpec, target: Target) -> list[Choice]:
     arch = sm100 if target.tcgen05 else sm90
     found = [Choice(spec, config) for config in arch.fitting(spec, target.smem_bytes)]
     if arch is sm90 and spec.out in sm90.QUANTISED_BESIDE:
-        wide = spec.widened
+        wide = spec.in_float32
         found += [Choice(wide, config) for config in arch.fitting(wide, target.smem_bytes)]
     return found
 
