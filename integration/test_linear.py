@@ -35,6 +35,7 @@ LINKED = {  # what the log says of each model's 3 layers, on each of its ranks
     "projections, tensor parallel": ("3", "Swiglu", "256", "256"),
 }
 PROJECTIONS: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl", "norms": "dsl"}}}
+BY_VLLM: dict[str, Any] = {"additional_config": {"dsl": {"projections": "vllm", "norms": "vllm", "rope": "vllm"}}}
 # Asked for where LoRA is, which leaves them to vLLM.
 ASKED: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl"}}}
 NORMS = re.compile(r"dsl serves (\d+) norms, RMSNorm of \d+ bfloat16, with residual")
@@ -59,7 +60,7 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
         backend, dtype = here.mla_truth if model == "deepseek_v2" else here.dense_truth
         add(f"{model}, exact", model, backend, dtype)
         add(model, model)
-        add(f"{model}, off", model, environment=OFF)
+        add(f"{model}, off", model, environment=OFF, engine=BY_VLLM)
     # With CUDA graphs if there is a GPU. A separate cache, so that nothing compiled before is loaded.
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
     add("compiled", "llama", engine={"enforce_eager": False}, environment=cache)

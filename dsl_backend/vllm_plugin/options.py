@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_
 
 from dsl_backend.attention import dispatch
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
+from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.enum_members import NAME
 
 
@@ -28,13 +29,14 @@ class Options(BaseModel):
             default each operation gets the best kernel that serves it.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
         projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
-            that dsl cannot serve, and more rows, are vLLM's.
+            that dsl cannot serve, and more rows, are vLLM's. `measured` is dsl's for the rows of the tuning records,
+            and on an SM90 for up to 16 rows of sizes without a record.
         scaled_linears: whose kernels serve linear layers of fp8 checkpoints, with the activation and the quantisation
             between them; none is measured to be faster.
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
-        norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is vLLM's
-            until log-probabilities of a served model were compared on a GPU.
+        norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
+            SM90.
         rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of those that are drawn; none is
             measured to be faster.
@@ -45,9 +47,9 @@ class Options(BaseModel):
 
     attention_kernel: str | None = None
     experts: ServedBy = ServedBy.MEASURED
-    # With these, norms and rope, Llama-8B has 1.18 times FLASH_ATTN's rate with one request (H200), and 1.06 without
-    # (H100); log-probabilities were not compared on a GPU.
-    projections: ServedBy = ServedBy.VLLM
+    # With dsl's projections, norms and rope, Llama-8B has 1.18 times FLASH_ATTN's rate with one request (H200), and
+    # without them 1.06 (H100).
+    projections: ServedBy = ServedBy.MEASURED
     scaled_linears: ServedBy = ServedBy.VLLM
     scaled_linears_kernel: str | None = None
     norms: ServedBy = ServedBy.MEASURED
@@ -74,6 +76,20 @@ def one_of(name: str | None, names: Iterable[str]) -> str | None:
     if name is not None and name not in known:
         raise ValueError(f"{name!r} is not one of {', '.join(known)}")
     return name
+
+
+def against_kernels(vllm_config: Any, key: str, target: Target) -> str:
+    """Why the options `norms` and `rope`, by their key, leave a kind of module to vLLM; empty where they do not.
+
+    With them log-probabilities and speed of served models were measured on SM90 alone.
+    """
+    served_by = getattr(of(vllm_config), key)
+    if served_by is ServedBy.VLLM:
+        return f"additional_config['dsl']['{key}'] is vllm"
+    if served_by is ServedBy.MEASURED and target.kernel_arch != "sm90":
+        asked = f"""--additional-config '{{"dsl": {{"{key}": "dsl"}}}}' has dsl serve them"""
+        return f"models that dsl serves were measured on sm_90a, and not on {target.arch}: {asked}"
+    return ""
 
 
 def of(vllm_config: Any) -> Options:

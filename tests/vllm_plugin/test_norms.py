@@ -136,7 +136,7 @@ def test_a_second_time_changes_nothing(served: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"additional_config": {}}, "a model that dsl serves was not compared on a GPU yet"),
+        ({"additional_config": {}}, "models that dsl serves were measured on sm_90a, and not on cpu"),
         ({"additional_config": {"dsl": {"norms": "vllm"}}}, "additional_config['dsl']['norms'] is vllm"),
         ({"quant_config": object()}, "the model is quantised"),
         (
@@ -160,6 +160,16 @@ def test_engines_that_are_left_alone(served: Any, changes: Any, says: str) -> No
     (line,) = served(nn.ModuleList([norm]), **changes)
     assert line.startswith(f"vLLM serves 1 norms: {says}")
     assert not is_served(norm)
+
+
+@pytest.mark.parametrize(("arch", "ours"), [("sm_90a", True), ("sm_100a", False), ("sm_80", False)])
+def test_default_is_what_was_measured(arch: str, ours: bool, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: from_arch(arch))
+    monkeypatch.setattr(ahead, "begin", lambda *given, **more: None)
+    norm = norm_of()
+    (line,) = served(nn.ModuleList([norm]), additional_config={})
+    assert is_served(norm) is ours
+    assert ours or f"were measured on sm_90a, and not on {arch}: --additional-config" in line
 
 
 def test_another_backend_is_left_alone(served: Any) -> None:

@@ -189,7 +189,8 @@ def test_torch_compile_sees_one_node(served: Any) -> None:
     ("changes", "says"),
     [
         ({"additional_config": {"dsl": {"projections": "measured"}}}, "nothing measured says that dsl is faster"),
-        ({"additional_config": {}}, "additional_config['dsl']['projections'] is vllm"),
+        ({"additional_config": {}}, "nothing measured says that dsl is faster"),
+        ({"additional_config": {"dsl": {"projections": "vllm"}}}, "additional_config['dsl']['projections'] is vllm"),
         ({"lora_config": object()}, "LoRA (lora_config) adds to what a projection returns"),
         ({"kernel_config": SimpleNamespace(linear_backend="torch")}, "--linear-backend torch asks for vLLM's kernels"),
         (
@@ -275,10 +276,18 @@ def records(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("records")
 def test_measured_rows_alone_are_ours() -> None:
     assert [tuned.replaces(rows, K, K, BF16, TARGET) for rows in (1, 8, 9, 16, 17)] == [True, True, False, False, False]
-    assert not tuned.replaces(1, K, 2 * K, BF16, TARGET)
-    assert not tuned.replaces(1, K, K, torch.float16, TARGET)
-    assert not tuned.replaces(1, K, K, BF16, replace(TARGET, gpu="NVIDIA Other"))
-    assert not tuned.replaces(1, K, K, BF16, replace(TARGET, gpu=None))
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "changes"),
+    [((K, 2 * K), BF16, {}), ((K, K), torch.float16, {}), ((K, K), BF16, {"gpu": "NVIDIA Other"})],
+)
+def test_few_rows_are_ours_on_sm90_without_a_record(sizes: Any, dtype: torch.dtype, changes: Any) -> None:
+    ours = [tuned.replaces(rows, *sizes, dtype, replace(TARGET, **changes)) for rows in (1, 16, 17, 64)]
+    assert ours == [True, True, False, False]
+    for other in (replace(TARGET, gpu=None), replace(TARGET, **changes, capability=(10, 0))):
+        assert not tuned.replaces(1, *sizes, dtype, other)
 
 
 @pytest.mark.usefixtures("records")
@@ -288,13 +297,21 @@ def test_measured_layers_alone_are_served(served: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(ahead, "begin", lambda config, units, beside: begun.extend(units(TARGET)))
     model = Attention()
     lines = served(model, additional_config={"dsl": {"projections": "measured"}})
-    assert is_served(model.o_proj)
-    assert not any(is_served(layer) for layer in (model.qkv_proj, model.gate, model.lm_head))
+    assert all(is_served(layer) for layer in model.children())
     assert any(", for 1 to 8 rows on sm_90a" in line for line in lines), lines
-    assert any(line.startswith("vLLM serves 3 projections: nothing measured") for line in lines), lines
+    assert sum(", for 1 to 16 rows on sm_90a" in line for line in lines) == 3, lines
     compiled = {unit.key.config for unit in begun}
     assert compiled
     assert all(tuned.config_of(serve.served_specs().copy().pop(), rows, TARGET) in compiled for rows in (1, 8, 9, 64))
+
+
+@pytest.mark.usefixtures("records")
+def test_unmeasured_layers_are_left_alone(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: replace(TARGET, capability=(10, 0)))
+    model = Attention()
+    lines = served(model, additional_config={"dsl": {"projections": "measured"}})
+    assert not any(is_served(layer) for layer in model.children())
+    assert any(line.startswith("vLLM serves 4 projections: nothing measured") for line in lines), lines
 
 
 @pytest.mark.usefixtures("records")

@@ -18,7 +18,6 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
-from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 # vLLM's classes -> what they add to the weight.
@@ -27,16 +26,9 @@ OFFSETS = {"RMSNorm": 0.0, "GemmaRMSNorm": 1.0}
 _served: list[dict[str, NormSpec]] = []
 
 
-def reasons_against_engine(vllm_config: Any) -> str:
+def reasons_against_engine(vllm_config: Any, target: Target) -> str:
     """Why no norm of an engine is served, whatever its model; empty where nothing is against it."""
-    served_by, reasons = options.of(vllm_config).norms, [sequence_parallelism(vllm_config)]
-    if served_by is ServedBy.VLLM:
-        reasons.append("additional_config['dsl']['norms'] is vllm")
-    if served_by is ServedBy.MEASURED:
-        reasons.append(
-            "a model that dsl serves was not compared on a GPU yet: "
-            """--additional-config '{"dsl": {"norms": "dsl"}}' has dsl serve them"""
-        )
+    reasons = [sequence_parallelism(vllm_config), options.against_kernels(vllm_config, "norms", target)]
     if getattr(vllm_config, "quant_config", None) is not None:
         reasons.append("the model is quantised, and vLLM fuses norms with the quantisation behind them")
     passes = vllm_config.compilation_config.pass_config
@@ -86,7 +78,7 @@ def serve_norms(model: nn.Module, vllm_config: Any) -> None:
     if not options.serves_attention(vllm_config) or vllm_config.model_config is None:
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
-    against_engine = reasons_against_engine(vllm_config)
+    against_engine = reasons_against_engine(vllm_config, target)
     settings = vllm_config.model_config
     served, left = serve_each(
         norms(model, settings.get_hidden_size()),

@@ -16,7 +16,6 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.norms.serve import OFFSETS
-from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.rope.forward_source import Form, OtherForm, form_of
 
 # What rotates, in vLLM's RotaryEmbedding; scaled embeddings have another table and these methods.
@@ -43,21 +42,14 @@ class Rotation:
         return str(self.spec)
 
 
-def reasons_against_engine(vllm_config: Any) -> str:
+def reasons_against_engine(vllm_config: Any, target: Target) -> str:
     """Why no module of an engine is served, whatever its model; empty where nothing is against it."""
-    served_by, reasons = options.of(vllm_config).rope, []
-    if served_by is ServedBy.VLLM:
-        reasons.append("additional_config['dsl']['rope'] is vllm")
-    if served_by is ServedBy.MEASURED:
-        reasons.append(
-            "a model that dsl serves was not compared on a GPU yet: "
-            """--additional-config '{"dsl": {"rope": "dsl"}}' has dsl serve them"""
-        )
+    reasons = [options.against_kernels(vllm_config, "rope", target)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         reasons.append("calculate_kv_scales reads the keys and values that a module hands to its attention")
     if not takes_queries_alone():
         reasons.append("this vLLM's Attention has to be given keys and values")
-    return "; ".join(reasons)
+    return "; ".join(filter(None, reasons))
 
 
 def takes_queries_alone() -> bool:

@@ -27,7 +27,7 @@ def serve_rope(model: nn.Module, vllm_config: Any) -> None:
     if not options.serves_attention(vllm_config) or vllm_config.model_config is None:
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
-    against_engine = reasons_against_engine(vllm_config)
+    against_engine = reasons_against_engine(vllm_config, target)
     served, left = serve_each(
         modules(model),
         lambda pair: against_engine or judge(*pair, vllm_config, target),
