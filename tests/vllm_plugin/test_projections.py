@@ -242,6 +242,35 @@ def test_layers_that_are_left_alone(served: Any) -> None:
     assert "vLLM serves 1 projections: a layer is quantised or no plain product (Plain)" in lines
 
 
+def router(**options: Any) -> Any:
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    with set_current_vllm_config(VllmConfig()):
+        made = GateLinear(K, 8, bias=False, params_dtype=BF16, **options)
+    made.weight.data.copy_(torch.randn(8, K, generator=torch.Generator().manual_seed(3)))
+    return made
+
+
+@pytest.mark.parametrize("out_dtype", [None, BF16])
+def test_router_of_logits_in_the_weight_s_dtype(out_dtype: torch.dtype | None, served: Any) -> None:
+    gate = router(out_dtype=out_dtype)
+    theirs = nn.functional.linear(x_of(5), gate.weight)
+    (line,) = served(nn.ModuleList([gate]))
+    assert line.startswith("dsl serves 1 projections (GateLinear), product of 64 to 8 bfloat16")
+    ours = gate(x_of(5))[0]
+    assert ours.dtype is BF16
+    torch.testing.assert_close(ours, theirs)
+    assert is_served(gate)
+
+
+def test_router_with_a_kernel_of_its_own_is_left_alone(served: Any) -> None:
+    special = router()
+    special.allow_some_router_gemm = True
+    gates = nn.ModuleList([router(out_dtype=torch.float32), special])
+    assert served(gates) == ["vLLM serves 2 projections: GateLinear has a forward of its own"]
+    assert not any(is_served(gate) for gate in gates)
+
+
 def test_fused_layers_stay_fused(served: Any) -> None:
     model = model_of(MLP())
     fuse.fuse_model(model, engine())

@@ -71,7 +71,8 @@ def judge(layer: Any, vllm_config: Any, target: Target) -> LinearSpec | str:
     method = layer.quant_method
     if type(method) is not plain:
         return f"a layer is quantised or no plain product ({type(method).__name__})"
-    if "forward" in vars(layer) or kind.forward not in [one.forward for one in known]:
+    plain_forward = kind.forward in [one.forward for one in known] or is_plain_router(layer)
+    if "forward" in vars(layer) or not plain_forward:
         return f"{kind.__name__} has a forward of its own"
     try:
         spec = spec_of(layer)
@@ -87,6 +88,18 @@ def judge(layer: Any, vllm_config: Any, target: Target) -> LinearSpec | str:
             """--additional-config '{"dsl": {"projections": "dsl"}}' has dsl serve them"""
         )
     return spec
+
+
+def is_plain_router(layer: Any) -> bool:
+    """Whether a layer is vLLM's GateLinear and comes to the product of a ReplicatedLinear.
+
+    Its other kernels, each behind a flag that begins with `allow_`, are for logits or weights in float32.
+    """
+    kinds = [kind for kind in type(layer).__mro__ if "forward" in vars(kind)]
+    if kinds[0].__name__ != "GateLinear" or getattr(layer, "out_dtype", None) not in (None, layer.weight.dtype):
+        return False
+    allowed = {name for name, value in vars(layer).items() if name.startswith("allow_") and value}
+    return allowed <= {"allow_specialized_router_gemm"}  # which is what the others need, and no kernel
 
 
 def spec_of(layer: Any) -> LinearSpec:
