@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of one backend: `python -m PACKAGE.step.worker FOLDER` profiles decode steps of FOLDER/job.json.
+
+The engine's core runs in this process, where the profiler sees it. It writes FOLDER/trace.json, a Chrome trace of the
+steps, and then FOLDER/result.json.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engine.scenarios import prompts
+
+WARM_STEPS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An engine and the steps to profile.
+
+    Attributes:
+        engine: arguments of vllm.LLM.
+        vocabulary: the size of the vocabulary that prompts are drawn from.
+        batch, prompt: the number of requests, and of tokens in each prompt.
+        steps: steps to time, and as many to profile.
+    """
+
+    backend: str
+    engine: dict[str, Any]
+    vocabulary: int
+    batch: int
+    prompt: int
+    steps: int
+    seed: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def bytes_read(model: Any, batch: int) -> int:
+    """Bytes of weights that a decode step reads: all but embeddings, and as many experts as its tokens can choose."""
+    config = model.config
+    count = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
+    share = min(1.0, batch * config.num_experts_per_tok / count) if count else 1.0
+    tied = getattr(config, "tie_word_embeddings", False)
+    total = 0.0
+    for name, weight in model.named_parameters():
+        size = weight.numel() * weight.element_size()
+        total += 0 if "embed_tokens" in name and not tied else size * (share if ".experts." in name else 1.0)
+    return int(total)
+
+
+class Requests:
+    """Requests that decode together.
+
+    Args:
+        engine: vLLM's LLMEngine.
+    """
+
+    def __init__(self, engine: Any, job: Job) -> None:
+        from vllm import SamplingParams
+
+        self.engine, self.tokens = engine, {f"{number}": 0 for number in range(job.batch)}
+        # One step more than is asked for: no request ends in a step that is measured.
+        sampling = SamplingParams(
+            max_tokens=2 * WARM_STEPS + 3 * job.steps, ignore_eos=True, detokenize=False, temperature=0
+        )
+        asked = prompts(job.batch, job.prompt, job.vocabulary, f"step {job.seed}")
+        for number, prompt in enumerate(asked):
+            engine.add_request(f"{number}", {"prompt_token_ids": prompt}, sampling)
+
+    def decode(self, steps: int) -> None:
+        """Runs until every request has so many tokens more than the one that has fewest now."""
+        goal = min(self.tokens.values()) + steps
+        while min(self.tokens.values()) < goal:
+            for request in self.engine.step():
+                self.tokens[request.request_id] = len(request.outputs[0].token_ids)
+
+
+def measure(llm: Any, job: Job, folder: Path) -> dict[str, Any]:
+    """Times and profiles decode steps; writes the trace."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    requests = Requests(llm.llm_engine, job)
+    requests.decode(WARM_STEPS)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    requests.decode(job.steps)
+    torch.cuda.synchronize()
+    step_us = (time.perf_counter() - began) / job.steps * 1e6
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        requests.decode(job.steps)
+        torch.cuda.synchronize()
+    profiled.export_chrome_trace(str(folder / "trace.json"))
+    (read,) = llm.apply_model(lambda model: bytes_read(model, job.batch))
+    return {"step_us": step_us, "bytes_read": read}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    job = Job(**json.loads((folder / "job.json").read_text()))
+    from vllm import LLM
+
+    llm = LLM(attention_backend=job.backend, **job.engine)
+    result = measure(llm, job, folder)
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
