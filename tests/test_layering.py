@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imports point down: adapter, operators, run-time, kernels, primitives; and no files import each other in a circle.
 
+Functions take few parameters, of known types, and no word that the field has another one for is a name or in prose.
 The sources are read and not run, so that all of them are looked at, whatever is installed. `python
-tests/test_layering.py` prints the structure: the folders, their lines, what each imports, and the circles.
+tests/test_layering.py` prints the structure: the folders, their lines, what each imports, the circles, and parameters.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -249,6 +252,7 @@ CIRCLES: tuple[tuple[str, ...], ...] = (
         "emulator.machine.runner",
         "emulator.machine.watch",
     ),
+    # For type checkers alone: a summary's text is made from the summary.
     ("emulator.profile.report", "emulator.profile.summary"),
 )
 
@@ -259,6 +263,7 @@ def module_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def graph(root: Path) -> dict[str, set[str]]:
     """Module -> the modules of PACKAGES that it imports, inside functions and for type checkers as well."""
     files = [file.relative_to(root) for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]
@@ -318,7 +323,71 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
         (folder / name).write_text(source)
     assert circles(graph(tmp_path)) == [("dsl_backend.linear.api", "dsl_backend.linear.ops", "dsl_backend.linear.plan")]
     (folder / "plan.py").write_text("")
+    graph.cache_clear()
     assert circles(graph(tmp_path)) == []
+
+
+MOST_PARAMETERS = 12
+# The share of parameters of SM100's attention that have a type.
+TYPED_SHARE = 0.95
+SM100 = "dsl_backend/attention/cute/sm100"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def parameters(function: Function) -> list[ast.arg]:
+    """Of a function, with `*args` and `**kwargs` as one each; not the object or class that a method is called on."""
+    given = function.args
+    found = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [one for one in found if one is not None and one.arg not in ("self", "cls")]
+
+
+def functions(folder: Path) -> Iterator[tuple[str, list[ast.arg]]]:
+    """(file:line: name, parameters) of all functions below a folder."""
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, Function):
+                yield f"{file.relative_to(folder)}:{node.lineno}: {node.name}", parameters(node)
+
+
+def long_signatures(folder: Path) -> list[str]:
+    """Functions with more parameters than a reader keeps apart, Triton's and CuTe DSL's kernels among them."""
+    return [f"{place} has {len(given)}" for place, given in functions(folder) if len(given) > MOST_PARAMETERS]
+
+
+def typed_share(folder: Path) -> float:
+    given = [one for _, many in functions(folder) for one in many]
+    return sum(one.annotation is not None for one in given) / len(given)
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "tools", "tests", "integration"])
+def test_functions_take_few_parameters(folder: str) -> None:
+    assert long_signatures(ROOT / folder) == []
+
+
+def test_parameters_of_attention_have_types() -> None:
+    assert typed_share(ROOT / SM100) >= TYPED_SHARE
+
+
+def test_a_long_signature_is_found(tmp_path: Path) -> None:
+    names = ", ".join(f"p{number}" for number in range(9))
+    (tmp_path / "many.py").write_text(f"def many({names}, *r, a: int, b, **o): ...\ndef few(self, {names}, *r): ...")
+    assert long_signatures(tmp_path) == ["many.py:1: many has 13"]
+    assert typed_share(tmp_path) == 1 / 23
+
+
+# Words of this project's first months, for each of which the field has its own (row_max, rescale_threshold, work tile).
+OLD_WORDS = re.compile(
+    r"\b(weigh|weighing|guess|ledger|patience|slack|tops|shrink|Corrector|Weigher|Widener|KeyShares|OwnShares|"
+    r"ClaimedTiles|bend)\b"
+)
+
+
+def test_old_words_are_gone() -> None:
+    files = sorted((ROOT / "dsl_backend").rglob("*.py"))
+    assert len(files) > 100
+    assert [
+        f"{file.relative_to(ROOT)}: {found}" for file in files if (found := OLD_WORDS.findall(file.read_text()))
+    ] == []
 
 
 def room_of(module: str) -> str:
@@ -344,6 +413,8 @@ def structure() -> str:
         below = ", ".join(name.removeprefix("dsl_backend/") for name in sorted(rooms[room] - {room})) or "nothing"
         lines.append(f"{room:38}{len(sizes[room]):4} files{sum(sizes[room]):7} lines  imports {below}")
     lines += [f"circle: {', '.join(group)}" for group in circles(edges)] or ["no circles of imports between files"]
+    lines += [f"more than {MOST_PARAMETERS} parameters: {one}" for one in long_signatures(ROOT / "dsl_backend")]
+    lines += [f"parameters with a type, attention/cute/sm100: {typed_share(ROOT / SM100):.1%}"]
     return "\n".join(lines)
 
 

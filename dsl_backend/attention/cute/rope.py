@@ -68,22 +68,17 @@ class RopeWriteKV:
         self.cta_heads = THREADS // self.lanes
 
     @cute.jit
-    def __call__(
-        self, mQ, mK, mV, mPositions, mTable, mQWeight, mKWeight, mQOut, mKCache, mVCache, mSlots, mKScale, mVScale,
-        eps: cutlass.Float32, stream,
-    ):  # fmt: skip
-        args = RopeTensors(
-            mQ, mK, mV, mPositions, mTable, mQWeight, mKWeight, mQOut, mKCache, mVCache, mSlots, mKScale, mVScale
-        )
-        self.kernel(args, eps).launch(
-            grid=(cute.ceil_div(mPositions.shape[0] * self.heads, self.cta_heads), 1, 1),
+    def __call__(self, tensors: RopeTensors, q: cute.Tensor, eps: cutlass.Float32, stream):
+        """`q` is tensors.q once more: CuTe DSL (4.8) finds the stream only by a tensor that no tuple holds."""
+        self.kernel(tensors, eps).launch(
+            grid=(cute.ceil_div(tensors.positions.shape[0] * self.heads, self.cta_heads), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, args: RopeTensors, eps: cutlass.Float32):
+    def kernel(self, tensors: RopeTensors, eps: cutlass.Float32):
         thread = cute.arch.thread_idx()[0]
         lane = thread % self.lanes
         number = cute.arch.block_idx()[0] * self.cta_heads + thread // self.lanes
@@ -93,7 +88,7 @@ class RopeWriteKV:
         head_kv = head - self.heads_q
         head_kv = head_kv - self.heads_kv if is_value else head_kv
         elements = self.dim_v if is_value else cutlass.Int32(self.dim)
-        active = token < args.positions.shape[0] and lane * PAIR < elements
+        active = token < tensors.positions.shape[0] and lane * PAIR < elements
         rotates = not is_value and lane * PAIR < self.key.rotary_dim
         first, second = lane * PAIR, lane * PAIR + VECTOR
         if cutlass.const_expr(self.key.style is RopeStyle.NEOX):
@@ -105,8 +100,8 @@ class RopeWriteKV:
             # No kernel of a step writes weights: they need not wait for the one before.
             rW.fill(self.dtype(0.0))
             if active and not is_value:
-                weight = args.k_weight.iterator.toint()
-                weight = args.q_weight.iterator.toint() if is_query else weight
+                weight = tensors.k_weight.iterator.toint()
+                weight = tensors.q_weight.iterator.toint() if is_query else weight
                 load(weight, self.dtype, first, rW[None, 0])
                 load(weight, self.dtype, second, rW[None, 1])
         # The attention kernel may start on free SMs; it waits for the end of this one.
@@ -117,20 +112,20 @@ class RopeWriteKV:
         rX.fill(self.dtype(0.0))
         slot, divisor = cutlass.Int64(-1), cutlass.Float32(1.0)
         if active:
-            row = address(args.value, (token, head_kv)) if is_value else address(args.key, (token, head_kv))
-            row = address(args.q, (token, head)) if is_query else row
+            row = address(tensors.value, (token, head_kv)) if is_value else address(tensors.key, (token, head_kv))
+            row = address(tensors.q, (token, head)) if is_query else row
             load(row, self.dtype, first, rX[None, 0])
             load(row, self.dtype, second, rX[None, 1])
-            if not is_query and token < args.slots.shape[0]:
-                slot = args.slots[token]
+            if not is_query and token < tensors.slots.shape[0]:
+                slot = tensors.slots[token]
                 if cutlass.const_expr(self.kv.fp8):
-                    divisor = args.v_scale[head_kv] if is_value else args.k_scale[head_kv]
+                    divisor = tensors.v_scale[head_kv] if is_value else tensors.k_scale[head_kv]
         rTable = cute.make_rmem_tensor((VECTOR, 2), self.table_dtype)
         rTable.fill(self.table_dtype(0.0))
         if active and rotates:
-            position = args.positions[token]
-            position = position if cutlass.Uint64(position) < cutlass.Uint64(args.cos_sin.shape[0]) else position * 0
-            row = address(args.cos_sin, (position,))
+            position = tensors.positions[token]
+            position = position if cutlass.Uint64(position) < cutlass.Uint64(tensors.cos_sin.shape[0]) else position * 0
+            row = address(tensors.cos_sin, (position,))
             load(row, self.table_dtype, lane * VECTOR, rTable[None, 0])
             load(row, self.table_dtype, lane * VECTOR + self.key.rotary_dim // 2, rTable[None, 1])
 
@@ -142,10 +137,10 @@ class RopeWriteKV:
             self.rotate(rY, rTable)
         if active:
             if is_query:
-                row = address(args.q_out, (token, head))
+                row = address(tensors.q_out, (token, head))
                 self.store(rY, row, first, second)
             else:
-                self.write(args, rY, slot, divisor, is_value, head_kv, first, second)
+                self.write(tensors, rY, slot, divisor, is_value, head_kv, first, second)
 
     @cute.jit
     def normalise(self, rY: cute.Tensor, rW: cute.Tensor, is_value, eps: cutlass.Float32):
@@ -180,7 +175,7 @@ class RopeWriteKV:
     @cute.jit
     def write(
         self,
-        args: RopeTensors,
+        tensors: RopeTensors,
         rY: cute.Tensor,
         slot: cutlass.Int64,
         divisor: cutlass.Float32,
@@ -194,9 +189,9 @@ class RopeWriteKV:
         # the last page.
         page = cutlass.Int64(cutlass.Uint64(slot) // self.key.page_size)
         inner = cutlass.Int64(cutlass.Uint64(slot) % self.key.page_size)
-        if cutlass.Uint64(page) < cutlass.Uint64(args.key_cache.shape[0]):
-            row = address(args.key_cache, (page, inner, head))
-            row = address(args.value_cache, (page, inner, head)) if is_value else row
+        if cutlass.Uint64(page) < cutlass.Uint64(tensors.key_cache.shape[0]):
+            row = address(tensors.key_cache, (page, inner, head))
+            row = address(tensors.value_cache, (page, inner, head)) if is_value else row
             if cutlass.const_expr(self.kv.fp8):
                 rY.store(rY.load() / divisor)
                 words = cute.make_rmem_tensor(PAIR // 4, cutlass.Int32)

@@ -65,11 +65,11 @@ def fake_args(key: RopeKey) -> tuple[Any, ...]:
         k_scale=scale,
         v_scale=scale,
     )
-    return *tensors, cutlass.Float32(0.0), make_fake_stream(use_tvm_ffi_env_stream=True)
+    return tensors, tensors.q, cutlass.Float32(0.0), make_fake_stream(use_tvm_ffi_env_stream=True)
 
 
 def build(key: RopeKey, target: Target) -> Function:
-    """The compiled function: (*RopeTensors, eps); fp8 as uint8."""
+    """The compiled function: (RopeTensors, its q once more, eps); fp8 as uint8."""
     return compile_kernel(Kernel(key), fake_args(key), key=key, target=target)
 
 
@@ -96,16 +96,17 @@ class RopeWriteKV(RopeWrites):
     def __call__(self, tensors: RopeTensors, eps: float) -> None:
         layer = self.spec.layer
         if not layer.is_fp8_kv:
-            self.function(*tensors._replace(k_scale=None, v_scale=None), eps)
+            self.function(tensors._replace(k_scale=None, v_scale=None), tensors.q, eps)
             return
         assert tensors.k_scale is not None
         assert tensors.v_scale is not None
         self.function(
-            *tensors._replace(
+            tensors._replace(
                 key_cache=stored(layer, tensors.key_cache),
                 value_cache=stored(layer, tensors.value_cache),
                 k_scale=by_head(tensors.k_scale, layer.heads_kv),
                 v_scale=by_head(tensors.v_scale, layer.heads_kv),
             ),
+            tensors.q,
             eps,
         )

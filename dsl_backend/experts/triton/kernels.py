@@ -25,58 +25,91 @@ TILE_HEIGHTS = (16, 32, 64, 128)
 COUNTED, MIN_PLACED, COMPARED = 256, 8, 8192
 
 
+class Tensors(NamedTuple):
+    """Pointers of a product; of a missing part any. `pairs` to `tile_starts` are Routing's."""
+
+    x: Any
+    weight: Any
+    bias: Any
+    scale: Any
+    out: Any
+    pairs: Any
+    starts: Any
+    tile_starts: Any
+
+
+class Strides(NamedTuple):
+    """Elements between rows of x, experts, columns of out, and from a column's gate row to its up row."""
+
+    x: Any
+    expert: Any
+    weight: Any
+    part: Any
+    bias_expert: Any
+    bias: Any
+    bias_part: Any
+
+
+class Product(NamedTuple):
+    """What a product's kernel is compiled for, beside the activation.
+
+    Attributes:
+        share: pairs that have the same row of x.
+        scaled: sums are multiplied by the pair's scale. search: steps that find a tile's expert.
+    """
+
+    share: Any
+    bias: Any
+    scaled: Any
+    search: Any
+    tile_m: Any
+    tile_n: Any
+    tile_k: Any
+
+
 @triton.jit
-def product_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    out_ptr,
-    pairs_ptr,
-    starts_ptr,
-    tile_starts_ptr,
-    x_stride,
-    expert_stride,
-    row_stride,
-    part_stride,
-    bias_stride,
-    bias_row,
-    bias_part,
-    experts,
-    n,
-    k,
-    SHARE: tl.constexpr,
-    KIND: tl.constexpr,
-    ALPHA: tl.constexpr,
-    BETA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SEARCH: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-):
-    """Row p of out for each pair p (a token and one of its experts) of a tile, from row p // SHARE of x."""
-    tile = tl.program_id(0)
-    column = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
-    if tile >= tl.load(tile_starts_ptr + experts):
-        return
-    # The last expert whose tiles begin at this one or before it.
+def expert_of(tile, tile_starts_ptr, experts, SEARCH: tl.constexpr):
+    """The last expert whose tiles begin at this one or before it."""
     low, high = 0, experts
     for _ in range(SEARCH):
         middle = (low + high) // 2
         before = tl.load(tile_starts_ptr + middle) <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    expert = low.to(tl.int64)
-    first = tl.load(starts_ptr + expert) + (tile - tl.load(tile_starts_ptr + expert)) * M
+    return low.to(tl.int64)
+
+
+@triton.jit
+def product_kernel(
+    tensors,
+    strides,
+    experts,
+    n,
+    k,
+    PRODUCT,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Row p of out for each pair p (a token and one of its experts) of a tile, from row p // share of x."""
+    M: tl.constexpr = PRODUCT.tile_m
+    N: tl.constexpr = PRODUCT.tile_n
+    K: tl.constexpr = PRODUCT.tile_k
+    tile = tl.program_id(0)
+    column = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
+    if tile >= tl.load(tensors.tile_starts + experts):
+        return
+    expert = expert_of(tile, tensors.tile_starts, experts, PRODUCT.search)
+    first = tl.load(tensors.starts + expert) + (tile - tl.load(tensors.tile_starts + expert)) * M
     place = first + tl.arange(0, M)
-    in_rows, in_columns = place < tl.load(starts_ptr + expert + 1), column < n
-    pair = tl.load(pairs_ptr + place, mask=in_rows, other=0).to(tl.int64)
+    in_rows, in_columns = place < tl.load(tensors.starts + expert + 1), column < n
+    pair = tl.load(tensors.pairs + place, mask=in_rows, other=0).to(tl.int64)
     inner = tl.arange(0, K)
-    x_ptrs = x_ptr + (pair // SHARE)[:, None] * x_stride + inner[None, :]
-    gate_ptrs = weight_ptr + expert * expert_stride + tl.minimum(column, n - 1)[None, :] * row_stride + inner[:, None]
+    x_ptrs = tensors.x + (pair // PRODUCT.share)[:, None] * strides.x + inner[None, :]
+    gate_ptrs = (
+        tensors.weight + expert * strides.expert + tl.minimum(column, n - 1)[None, :] * strides.weight + inner[:, None]
+    )
     gate = tl.zeros((M, N), tl.float32)
     up = tl.zeros((M, N), tl.float32)
     for start in range(0, k, K):
@@ -84,20 +117,20 @@ def product_kernel(
         x = tl.load(x_ptrs + start, mask=in_rows[:, None] & mask[None, :], other=0.0)
         gate = dot(x, tl.load(gate_ptrs + start, mask=mask[:, None], other=0.0), gate)
         if KIND != 0:
-            up = dot(x, tl.load(gate_ptrs + part_stride + start, mask=mask[:, None], other=0.0), up)
-    if SCALED:
-        scale = tl.load(scale_ptr + pair, mask=in_rows, other=0.0)
+            up = dot(x, tl.load(gate_ptrs + strides.part + start, mask=mask[:, None], other=0.0), up)
+    if PRODUCT.scaled:
+        scale = tl.load(tensors.scale + pair, mask=in_rows, other=0.0)
         gate *= scale[:, None]
         up *= scale[:, None]
-    if BIAS:
-        bias_ptrs = bias_ptr + expert * bias_stride + column * bias_row
+    if PRODUCT.bias:
+        bias_ptrs = tensors.bias + expert * strides.bias_expert + column * strides.bias
         gate += tl.load(bias_ptrs, mask=in_columns, other=0.0).to(tl.float32)[None, :]
         if KIND != 0:
-            up += tl.load(bias_ptrs + bias_part, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_ptrs + strides.bias_part, mask=in_columns, other=0.0).to(tl.float32)[None, :]
     if KIND != 0:
         gate = activated(gate, up, KIND, ALPHA, BETA, LIMIT)
     inside = in_rows[:, None] & in_columns[None, :]
-    tl.store(out_ptr + pair[:, None] * n + column[None, :], gate.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(tensors.out + pair[:, None] * n + column[None, :], gate.to(tensors.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -308,39 +341,31 @@ def product(
     experts, pairs = spec.num_experts, out.shape[0]
     n, k = out.shape[1], x.shape[1]
     turns = 2 if gated and spec.interleaved else 1
-    kind, alpha, beta, limit = kind_of(spec.activation if gated else None)
     tile_n, tile_k = (64 if gated or tile_m <= 32 else 128), (128 if tile_m <= 32 else 64)
     tiles = pairs // tile_m + min(experts, pairs)
+    strides = Strides(
+        x=x.stride(0),
+        expert=weight.stride(0),
+        weight=turns * weight.stride(1),
+        part=weight.stride(1) if turns == 2 else n * weight.stride(1),
+        bias_expert=0 if bias is None else bias.stride(0),
+        bias=turns,
+        bias_part=1 if turns == 2 else n,
+    )
+    activation, share = (spec.activation, spec.topk) if gated else (None, 1)
+    kind, alpha, beta, limit = kind_of(activation)
+    constants = (share, bias is not None, scale is not None, experts.bit_length())
     launcher(product_kernel, (tiles, triton.cdiv(n, tile_n)), x)(
-        x,
-        weight,
-        weight if bias is None else bias,
-        x if scale is None else scale,
-        out,
-        routing.pairs,
-        routing.starts,
-        routing.tile_starts,
-        x.stride(0),
-        weight.stride(0),
-        turns * weight.stride(1),
-        weight.stride(1) if turns == 2 else n * weight.stride(1),
-        0 if bias is None else bias.stride(0),
-        turns,
-        1 if turns == 2 else n,
+        Tensors(x, weight, weight if bias is None else bias, x if scale is None else scale, out, *routing[1:4]),
+        strides,
         experts,
         n,
         k,
-        SHARE=spec.topk if gated else 1,
+        Product(*(tl.constexpr(value) for value in (*constants, tile_m, tile_n, tile_k))),
         KIND=kind,
         ALPHA=alpha,
         BETA=beta,
         LIMIT=limit,
-        BIAS=bias is not None,
-        SCALED=scale is not None,
-        SEARCH=experts.bit_length(),
-        M=tile_m,
-        N=tile_n,
-        K=tile_k,
         num_warps=8 if tile_m * tile_n >= 8192 else 4,
         num_stages=3,
     )

@@ -8,7 +8,20 @@ from dsl_backend.gemm.activation import Activation, Geglu
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
+# Tiles of a column of tiles that run at the same time, so that their weights are in L2.
+GROUPED = tl.constexpr(8)
 NONE, SWIGLU, GEGLU, GEGLU_TANH = range(4)
+
+
+@triton.jit
+def tile_of_program(rows, n, M: tl.constexpr, N: tl.constexpr):
+    """(first row, number of the column's tile) of this program's tile [M, N] of an output [rows, n]."""
+    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(n, N)
+    program = tl.program_id(0).to(tl.int64)
+    first = program // (GROUPED * tiles_n) * GROUPED
+    height = tl.minimum(tiles_m - first, GROUPED)
+    within = program % (GROUPED * tiles_n)
+    return (first + within % height) * M, within // height
 
 
 @triton.jit

@@ -221,9 +221,7 @@ def steps(swizzle: int, mn_major: bool, pad: int = 0) -> tuple[int, int]:
 
 
 def wgmma_case(
-    a: str,
-    b: str,
-    d: str,
+    types: tuple[str, str, str],
     n: int,
     *,
     source: str = "ss",
@@ -236,14 +234,15 @@ def wgmma_case(
     satfinite: bool = False,
     k_start: int = 0,
     chain: int = 1,
-    tag: str = "",
 ) -> Case:
     """D [64, n] = A times B (+ D).
 
     Args:
+        types: of A, B and D.
         k_start: bytes that are added to the start addresses, as kernels do for later steps of K in a pattern.
         chain: MMAs one behind the other into the same D.
     """
+    a, b, d = types
     k = 32 // WIDTH[a]
     d_words = n // (4 if d == "f16" else 2)
     shape = f"m64n{n}k{k}"
@@ -252,7 +251,7 @@ def wgmma_case(
     name = f"wgmma/{shape}_{d}_{a}_{b}_{source}_sw{swizzle}_{b_swizzle}_t{trans[0]}{trans[1]}"
     name += f"_{'n' if negative[0] < 0 else 'p'}{'n' if negative[1] < 0 else 'p'}{'' if scale_d else '_over'}"
     name += f"{'_sat' if satfinite else ''}{f'_at{k_start}' if k_start else ''}"
-    name += f"{f'_x{chain}' if chain > 1 else ''}_{fill}{tag}"
+    name += f"{f'_x{chain}' if chain > 1 else ''}_{fill}"
     seed = seed_of(name)
     memory = np.concatenate(
         [
@@ -303,22 +302,20 @@ def wgmma_cases() -> list[Case]:
     # Layouts: each swizzle with each major of both operands.
     for swizzle in spans:
         found += [
-            wgmma_case("f16", "f16", "f32", 48, swizzle=swizzle, trans=(ta, tb)) for ta in (0, 1) for tb in (0, 1)
+            wgmma_case(("f16", "f16", "f32"), 48, swizzle=swizzle, trans=(ta, tb)) for ta in (0, 1) for tb in (0, 1)
         ]
-        found += [wgmma_case("bf16", "bf16", "f32", 96, swizzle=swizzle, trans=trans) for trans in ((0, 0), (1, 1))]
-        found += [wgmma_case("f16", "f16", "f16", 16, swizzle=swizzle, source="rs", trans=(0, tb)) for tb in (0, 1)]
-        found += [wgmma_case("bf16", "bf16", "f32", 72, swizzle=swizzle, source="rs", trans=(0, 1))]
+        found += [wgmma_case(("bf16", "bf16", "f32"), 96, swizzle=swizzle, trans=trans) for trans in ((0, 0), (1, 1))]
+        found += [wgmma_case(("f16", "f16", "f16"), 16, swizzle=swizzle, source="rs", trans=(0, tb)) for tb in (0, 1)]
+        found += [wgmma_case(("bf16", "bf16", "f32"), 72, swizzle=swizzle, source="rs", trans=(0, 1))]
         for source in ("ss", "rs"):
             found += [
-                wgmma_case("tf32", "tf32", "f32", 24, swizzle=swizzle, source=source),
-                wgmma_case("e4m3", "e5m2", "f32", 40, swizzle=swizzle, source=source),
-                wgmma_case("s8", "u8", "s32", 32, swizzle=swizzle, source=source),
+                wgmma_case(("tf32", "tf32", "f32"), 24, swizzle=swizzle, source=source),
+                wgmma_case(("e4m3", "e5m2", "f32"), 40, swizzle=swizzle, source=source),
+                wgmma_case(("s8", "u8", "s32"), 32, swizzle=swizzle, source=source),
             ]
         found += [
             wgmma_case(
-                "f16",
-                "f16",
-                "f32",
+                ("f16", "f16", "f32"),
                 24,
                 swizzle=swizzle,
                 b_swizzle={0: 128, 32: 64, 64: 32, 128: 0}[swizzle],
@@ -328,31 +325,31 @@ def wgmma_cases() -> list[Case]:
     # Later steps of K begin inside a pattern.
     for k_start in (32, 64, 96):
         found += [
-            wgmma_case("f16", "f16", "f32", 16, k_start=k_start),
-            wgmma_case("tf32", "tf32", "f32", 16, k_start=k_start),
-            wgmma_case("e4m3", "e4m3", "f16", 16, k_start=k_start),
+            wgmma_case(("f16", "f16", "f32"), 16, k_start=k_start),
+            wgmma_case(("tf32", "tf32", "f32"), 16, k_start=k_start),
+            wgmma_case(("e4m3", "e4m3", "f16"), 16, k_start=k_start),
         ]
-    found += [wgmma_case("bf16", "bf16", "f32", 16, swizzle=64, k_start=32)]
+    found += [wgmma_case(("bf16", "bf16", "f32"), 16, swizzle=64, k_start=32)]
     # Sizes.
-    found += [wgmma_case("f16", "f16", "f32", n) for n in (8, 16, 64, 104, 192, 256)]
+    found += [wgmma_case(("f16", "f16", "f32"), n) for n in (8, 16, 64, 104, 192, 256)]
     found += [
-        wgmma_case("bf16", "bf16", "f32", 128, trans=(0, 1)),
-        wgmma_case("f16", "f16", "f16", 136),
-        wgmma_case("e5m2", "e4m3", "f16", 176),
-        wgmma_case("tf32", "tf32", "f32", 152),
-        wgmma_case("u8", "s8", "s32", 112),
-        wgmma_case("s8", "s8", "s32", 8),
+        wgmma_case(("bf16", "bf16", "f32"), 128, trans=(0, 1)),
+        wgmma_case(("f16", "f16", "f16"), 136),
+        wgmma_case(("e5m2", "e4m3", "f16"), 176),
+        wgmma_case(("tf32", "tf32", "f32"), 152),
+        wgmma_case(("u8", "s8", "s32"), 112),
+        wgmma_case(("s8", "s8", "s32"), 8),
     ]
     # Signs and overwriting.
     for negative in ((-1, 1), (1, -1), (-1, -1)):
         found += [
-            wgmma_case("f16", "f16", "f32", 8, negative=negative),
-            wgmma_case("bf16", "bf16", "f32", 8, source="rs", negative=negative),
-            wgmma_case("tf32", "tf32", "f32", 8, negative=negative),
-            wgmma_case("e5m2", "e5m2", "f32", 8, negative=negative),
+            wgmma_case(("f16", "f16", "f32"), 8, negative=negative),
+            wgmma_case(("bf16", "bf16", "f32"), 8, source="rs", negative=negative),
+            wgmma_case(("tf32", "tf32", "f32"), 8, negative=negative),
+            wgmma_case(("e5m2", "e5m2", "f32"), 8, negative=negative),
         ]
     found += [
-        wgmma_case(a, b, d, 8, scale_d=False)
+        wgmma_case((a, b, d), 8, scale_d=False)
         for a, b, d in (
             ("f16", "f16", "f32"),
             ("f16", "f16", "f16"),
@@ -365,20 +362,20 @@ def wgmma_cases() -> list[Case]:
     for fill in ("wide", "special"):
         for kind in halves:
             found += [
-                wgmma_case(kind, kind, "f32", 16, fill=fill),
-                wgmma_case(kind, kind, "f32", 16, fill=fill, chain=4),
+                wgmma_case((kind, kind, "f32"), 16, fill=fill),
+                wgmma_case((kind, kind, "f32"), 16, fill=fill, chain=4),
             ]
         found += [
-            wgmma_case("f16", "f16", "f16", 16, fill=fill),
-            wgmma_case("tf32", "tf32", "f32", 16, fill=fill),
-            wgmma_case("tf32", "tf32", "f32", 16, fill=fill, source="rs"),
+            wgmma_case(("f16", "f16", "f16"), 16, fill=fill),
+            wgmma_case(("tf32", "tf32", "f32"), 16, fill=fill),
+            wgmma_case(("tf32", "tf32", "f32"), 16, fill=fill, source="rs"),
         ]
-        found += [wgmma_case(a, b, d, 16, fill=fill) for a, b in eights for d in ("f32", "f16")]
+        found += [wgmma_case((a, b, d), 16, fill=fill) for a, b in eights for d in ("f32", "f16")]
     found += [
-        wgmma_case("e4m3", "e4m3", "f32", 16, fill="wide", chain=8),
-        wgmma_case("e4m3", "e4m3", "f32", 16, fill="wide", scale_d=False),
+        wgmma_case(("e4m3", "e4m3", "f32"), 16, fill="wide", chain=8),
+        wgmma_case(("e4m3", "e4m3", "f32"), 16, fill="wide", scale_d=False),
     ]
-    found += [wgmma_case(a, b, "s32", 16, fill="wide", satfinite=sat) for a, b in integers for sat in (False, True)]
+    found += [wgmma_case((a, b, "s32"), 16, fill="wide", satfinite=sat) for a, b in integers for sat in (False, True)]
     return found
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.spec import Rows
-from dsl_backend.gemm.triton.tiles import activated, dot, kind_of
+from dsl_backend.gemm.triton.tiles import activated, dot, kind_of, tile_of_program
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import E4M3, GROUP, ROW_SCALED, ScaledFormat
@@ -24,8 +24,6 @@ from dsl_backend.quant.triton.scales import exponent_of, magnitude, scale_of
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
-# Tiles of a column of tiles that run at the same time, so that their weights are in L2.
-GROUPED = tl.constexpr(8)
 TILE_HEIGHTS = (16, 32, 64, 128)
 # Of a batch-invariant layer, whatever its rows: another tile may be another instruction, with another order of sums.
 INVARIANT_HEIGHT = 64
@@ -156,15 +154,8 @@ def scaled_gemm_kernel(
     M: tl.constexpr = LAYER.tile_m
     N: tl.constexpr = LAYER.tile_n
     K: tl.constexpr = LAYER.tile_k
-    tiles_m, tiles_n = tl.cdiv(rows, M), tl.cdiv(n, N)
-    program = tl.program_id(0).to(tl.int64)
-    first = program // (GROUPED * tiles_n) * GROUPED
-    height = tl.minimum(tiles_m - first, GROUPED)
-    within = program % (GROUPED * tiles_n)
-    tile_n = within // height
-    row = (first + within % height) * M + tl.arange(0, M)
-    column = tile_n * N + tl.arange(0, N)
-    inner = tl.arange(0, K)
+    first_row, tile_n = tile_of_program(rows, n, M, N)
+    row, column, inner = first_row + tl.arange(0, M), tile_n * N + tl.arange(0, N), tl.arange(0, K)
     x_row, gate_row = tl.minimum(row, rows - 1), tl.minimum(column, n - 1) * LAYER.step
     up_row = gate_row + strides.part
     x_ptrs = tensors.x + x_row[:, None] * strides.x + inner[None, :]
