@@ -199,8 +199,6 @@ def attention_subjects() -> Iterator[Subject]:
                 if any(entry.name == "cute" and not why for entry, why in judged):
                     short = operation is not dispatch.Operation.PREFILL
                     kinds = ["decode" if short else "prefill"]
-                    if kernel_arch == "sm90" and short and not (case.spec.mla or case.spec.batch_invariant):
-                        kinds.append("inside")
                     if kernel_arch == "sm90" and not short:
                         kinds += ["longest"] if long_query_config(case.spec) else []
                         # On SM100 it is the kernel for short queries.
@@ -225,10 +223,8 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     spec: AttentionSpec = case.spec
     name = FP8_PRODUCTS if kind == "e4m3" else "cute"
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), name)
-    kernel: Any = (planner.short if kind in ("decode", "few", "inside") else planner.long)[2]
+    kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
     kernel = kernel.other if kind in ("longest", "few") else kernel.extend if kind == "extend" else kernel
-    if kind == "inside":
-        kernel = type(kernel)(spec, kernel.target, kernel.workspace, replace(kernel.config, merge="inside"))
     if kind == "launched":
         controlled = replace(kernel.config, use_clc=True)
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)

@@ -67,18 +67,6 @@ class MlaTiledMmas(NamedTuple):
     pv_shared: cute.TiledMma
 
 
-class Arrivals(NamedTuple):
-    """How the CTAs of a split output tile find the last of them, which merges their partial results.
-
-    Attributes:
-        counters: int32 in global memory, one for each CTA that an output tile may begin in; 0 between launches.
-        sIsLast: one int32 in shared memory.
-    """
-
-    counters: cute.Tensor
-    sIsLast: cute.Tensor
-
-
 class Outputs(NamedTuple):
     """Where results go: to `out` and `lse`, or where a key range is split to `partials`.
 
@@ -86,14 +74,12 @@ class Outputs(NamedTuple):
         lse: natural logarithm of the softmax's denominator, float32; None where nobody asks for it.
         partials: float32; None where key ranges are not split.
         fold_workspace: float32, where a CTA keeps the splits that it has combined; None without fixed splits.
-        arrivals: only within a kernel that merges partial results itself.
     """
 
     out: cute.Tensor  # (total_q, head_q, head_dim_v)
     lse: cute.Tensor | None  # (total_q, head_q)
     partials: cute.Tensor | None
     fold_workspace: cute.Tensor | None = None
-    arrivals: Arrivals | None = None
 
 
 def int32s(count: int) -> list[cutlass.Int32]:

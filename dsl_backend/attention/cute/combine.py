@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The combine kernel of split-KV attention: partial O and LSE of several splits become outputs."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import cutlass
@@ -16,7 +15,6 @@ from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
 from dsl_backend.attention.cute.sizes import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.copy import VECTOR_BYTES, load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma, quotient, tree_reduce
 
@@ -28,12 +26,6 @@ SPLITS_IN_FLIGHT = 8  # splits of which a thread loads O at a time
 MAX_SPLITS_PER_WARP = 8  # more are combined by a whole CTA; not with fixed splits, which are combined one by one
 # An estimate, in hundredths of a microsecond: a task of a CTA; a task of a warp, and each split of it.
 CTA_TASK, WARP_TASK, WARP_SPLIT = 160, 100, 8
-# Where one warp does what a CTA does: it has the scales of SPLITS_AT_ONCE splits, and loads SPLITS_PER_LOAD at a time.
-OCTET = 8  # lanes that have the scales of one of the CTA's warps
-OCTETS = WARP // OCTET
-SPLITS_AT_ONCE = WARPS * OCTET
-ROUNDS_IN_FLIGHT = 2
-SPLITS_PER_LOAD = WARPS * ROUNDS_IN_FLIGHT
 
 
 @cute.jit
@@ -44,11 +36,6 @@ def combine_scales(row_max: cutlass.Float32, other_max: cutlass.Float32, new_max
     """
     reference = finite_or_zero(new_max)
     return exp2(row_max - reference), exp2(other_max - reference)
-
-
-def of_octet(values: cute.Tensor, warp: int, lane: Any) -> Any:
-    """The value that a lane of the octet of one of a CTA's warps has."""
-    return cute.arch.shuffle_sync(values[warp // OCTETS], warp % OCTETS * OCTET + lane)
 
 
 def with_fold_workspace(key: Any, outputs: Outputs, num_ctas: Any, tile_m: int, columns: int) -> Outputs:
@@ -385,130 +372,15 @@ class CombineThread:
             sStats[self.warp, 0], sStats[self.warp, 1] = row_max, row_sum
         cute.arch.sync_threads()
         if self.warp == 0:
-            row_max, row_sum = self.sum_of_warps(
-                acc_O,
-                lambda warp: sStats[warp, 0],
-                lambda warp: sStats[warp, 1],
-                lambda j, warp: sO[j, self.lane, warp],
-            )
+            row_maxes = [sStats[warp, 0] for warp in range(WARPS)]
+            row_max = tree_reduce(row_maxes, cute.arch.fmax)
+            scales = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
+            row_sum = tree_reduce([sStats[warp, 1] * scales[warp] for warp in range(WARPS)], lambda a, b: a + b)
+            for j in cutlass.range_constexpr(self.vector):
+                scaled_O = [sO[j, self.lane, warp] * scales[warp] for warp in range(WARPS)]
+                acc_O[j] = tree_reduce(scaled_O, lambda a, b: a + b)
             self.store(acc_O, row_max, row_sum, q_offset, head_block, row, column)
         cute.arch.sync_threads()
-
-    def sum_of_warps(
-        self,
-        acc_O: cute.Tensor,
-        row_max_of: Callable[[int], Any],
-        row_sum_of: Callable[[int], Any],
-        O_of: Callable[[int, int], Any],
-    ) -> tuple[Any, Any]:
-        """(row_max, row_sum) of what WARPS warps found, and O of all of them in acc_O [column]."""
-        row_maxes = [row_max_of(warp) for warp in range(WARPS)]
-        row_max = tree_reduce(row_maxes, cute.arch.fmax)
-        scales = [exp2(one - finite_or_zero(row_max)) for one in row_maxes]
-        row_sum = tree_reduce([row_sum_of(warp) * scales[warp] for warp in range(WARPS)], lambda a, b: a + b)
-        for j in range(self.vector):
-            scaled_O = [O_of(j, warp) * scales[warp] for warp in range(WARPS)]
-            acc_O[j] = tree_reduce(scaled_O, lambda a, b: a + b)
-        return row_max, row_sum
-
-    @cute.jit
-    def combine_many_by_warp(
-        self,
-        source: cutlass.Int32,
-        num_splits: cutlass.Int32,
-        q_offset: cutlass.Int32,
-        head_block: cutlass.Int32,
-        task: cutlass.Int32,
-    ):
-        """What `combine_by_cta` computes, by one warp: each OCTET of lanes has the statistics of two of its warps.
-
-        Bits are the same up to SPLITS_AT_ONCE splits. More are rescaled more often.
-        """
-        row, column = task // self.column_blocks, self.column(task)
-        row_max, row_sum, scale = (cute.make_rmem_tensor(WARPS // OCTETS, cutlass.Float32) for _ in range(3))
-        warps_O = cute.make_rmem_tensor((self.vector, WARPS), cutlass.Float32)
-        partial_O = cute.make_rmem_tensor((self.vector, SPLITS_IN_FLIGHT, ROUNDS_IN_FLIGHT), cutlass.Float32)
-        row_max.fill(-cutlass.Float32.inf)
-        row_sum.fill(0.0)
-        warps_O.fill(0.0)
-        for first in cutlass.range(0, num_splits, SPLITS_AT_ONCE, unroll=1):
-            # In flight while scales are computed.
-            self.load_rounds(partial_O, source, row, column, first, num_splits)
-            self.scale_octets(warps_O, row_max, row_sum, scale, source, row, first, num_splits)
-            self.add_rounds(warps_O, partial_O, scale, 0)
-            end = cutlass.min(num_splits - first, SPLITS_AT_ONCE)
-            for at in cutlass.range(SPLITS_PER_LOAD, end, SPLITS_PER_LOAD, unroll=1):
-                self.load_rounds(partial_O, source, row, column, first + at, num_splits)
-                self.add_rounds(warps_O, partial_O, scale, at // WARPS)
-        acc_O = cute.make_rmem_tensor(self.vector, cutlass.Float32)
-        total_max, total_sum = self.sum_of_warps(
-            acc_O,
-            lambda warp: of_octet(row_max, warp, 0),
-            lambda warp: of_octet(row_sum, warp, 0),
-            lambda j, warp: warps_O[j, warp],
-        )
-        self.store(acc_O, total_max, total_sum, q_offset, head_block, row, column)
-
-    @cute.jit
-    def scale_octets(
-        self,
-        warps_O: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        scale: cute.Tensor,
-        source: cutlass.Int32,
-        row: cutlass.Int32,
-        first: cutlass.Int32,
-        num_splits: cutlass.Int32,
-    ):
-        """Scales of the lanes' splits among `first` ... first + SPLITS_AT_ONCE - 1; what was summed is rescaled."""
-        stats = self.partials.iterator + self.partial_rows * self.columns + row
-        for half in cutlass.range_constexpr(WARPS // OCTETS):
-            split = first + half * OCTETS + self.lane // OCTET + self.lane % OCTET * WARPS
-            lane_max, lane_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
-            if split < num_splits:
-                lane_stats = stats + self.partial_offset(source, split)
-                lane_max = cute.make_tensor(lane_stats, cute.make_layout(1))[0]
-                lane_sum = cute.make_tensor(lane_stats + self.partial_rows, cute.make_layout(1))[0]
-            octet_max = cute.arch.warp_reduction(lane_max, cute.arch.fmax, threads_in_group=OCTET)
-            new_max = cute.arch.fmax(row_max[half], octet_max)
-            reference = finite_or_zero(new_max)
-            lane_scale, acc_scale = exp2(lane_max - reference), exp2(row_max[half] - reference)
-            # Fenced: a fused multiply-add would not round the product, as the first of five sums of a warp does.
-            product = fence_register(lane_sum * lane_scale)
-            octet_sum = cute.arch.warp_reduction(product, lambda a, b: a + b, threads_in_group=OCTET)
-            row_sum[half] = row_sum[half] * acc_scale + octet_sum
-            row_max[half], scale[half] = new_max, lane_scale
-            for octet in cutlass.range_constexpr(OCTETS):
-                factor = cute.arch.shuffle_sync(acc_scale, octet * OCTET)
-                for j in cutlass.range_constexpr(self.vector):
-                    warps_O[j, half * OCTETS + octet] *= factor
-
-    @cute.jit
-    def load_rounds(
-        self,
-        partial_O: cute.Tensor,
-        source: cutlass.Int32,
-        row: cutlass.Int32,
-        column: cutlass.Int32,
-        first: cutlass.Int32,
-        num_splits: cutlass.Int32,
-    ):
-        """The lane's columns of SPLITS_PER_LOAD splits, one of each warp in turn."""
-        for i in cutlass.range_constexpr(ROUNDS_IN_FLIGHT):
-            split = first + i * WARPS
-            self.load(partial_O[None, None, i], source, row, column, split, num_splits - split, 1)
-
-    @cute.jit
-    def add_rounds(
-        self, warps_O: cute.Tensor, partial_O: cute.Tensor, scale: cute.Tensor, first_round: cutlass.Int32 | int
-    ):
-        """warps_O [column, warp] += scale * partial_O [column, warp, round]."""
-        for i in cutlass.range_constexpr(ROUNDS_IN_FLIGHT):
-            for warp in cutlass.range_constexpr(WARPS):
-                factor = of_octet(scale, warp, first_round + i)
-                for j in cutlass.range_constexpr(self.vector):
-                    warps_O[j, warp] += partial_O[j, warp, i] * factor
 
     @cute.jit
     def column(self, task: cutlass.Int32):

@@ -92,8 +92,6 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
 
 def fake_scheduler_workspace(key: LayerKey) -> Any:
     """What a tile scheduler keeps in global memory; see `args.py`."""
-    if key.merges_inside:
-        return fake_vector(cutlass.Int32, cute.sym_int())
     if key.split:
         fields = FIXED_SPLIT_RANGE_FIELDS if key.tiles_per_split else SPLIT_RANGE_FIELDS
         return make_fake_tensor(cutlass.Int32, (cute.sym_int(), fields), (fields, 1), assumed_align=ALIGNMENT)

@@ -13,7 +13,6 @@ from dsl_backend.attention.cute.fake_args import ALIGNMENT
 from dsl_backend.attention.cute.fixed_splits import tiles_per_split
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
-from dsl_backend.attention.cute.partial_word import MAX_CTAS
 from dsl_backend.attention.cute.row_groups import row_group
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -26,7 +25,6 @@ from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.tuned import config_of
 from dsl_backend.attention.variants import Variants
 from dsl_backend.checks import short
-from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
@@ -150,11 +148,6 @@ class LayerKernel(Kernel):
         self.num_ctas, self.pack_gqa, self.tile_m = self.sizes()
         key = self.key(lse=False, sinks=None)
         self.dynamic_scheduler, self.has_fold_workspace = key.dynamic_scheduler, key.has_fold_workspace
-        self.merges_inside = key.merges_inside
-        if self.merges_inside:
-            if self.num_ctas > MAX_CTAS:
-                raise InvalidInput(f"merge inside: a grid of {self.num_ctas} CTAs; up to {MAX_CTAS} are possible")
-            workspace.flags(self.num_ctas)
         if self.dynamic_scheduler:
             # Now, and not while a graph is captured.
             workspace.flags(COUNTERS)
@@ -201,8 +194,6 @@ class LayerKernel(Kernel):
         count, fields = 2 * self.num_ctas * partial_size(self.tile_m, self.columns), SPLIT_RANGE_FIELDS
         if self.tiles_per_split:
             count, fields = FIXED_SPLIT_SCRATCH_BYTES // 4, FIXED_SPLIT_RANGE_FIELDS
-        if self.merges_inside:
-            return self.workspace.partials(count)[:count], self.workspace.flags(self.num_ctas)[: self.num_ctas]
         split_ranges = self.workspace.integers(self.num_ctas * fields)[: self.num_ctas * fields]
         return self.workspace.partials(count)[:count], split_ranges.view(self.num_ctas, fields)
 

@@ -75,11 +75,6 @@ class LayerKey:
         return self.tiles_per_split > 0
 
     @property
-    def merges_inside(self) -> bool:
-        """Whether the last CTA of a split output tile merges its partial results, without a combine kernel."""
-        return False
-
-    @property
     def scaled_by_head(self) -> bool:
         """Whether KV heads may have different dequantization scales."""
         return self.kv.fp8 and self.heads_kv > 1
@@ -234,7 +229,7 @@ class TiledKernel:
                 self.tokens_per_tile,
                 self.tile_n,
                 requests,
-                None if self.key.merges_inside else scheduler_workspace,
+                scheduler_workspace,
                 self.config.min_split_tiles,
                 pair_row_tiles=self.pair_row_tiles,
             )

@@ -2,8 +2,10 @@
 """The page of a suite: how the mutants of each kernel and kind were found.
 
 python tests/emulator/mutants/report.py [--suite MODULE] [--jobs 2] [--verdicts FILE ...] > docs/emulator-mutants.md
+python tests/emulator/mutants/report.py [--suite MODULE] [--jobs 2] --sample 8
 
-Judges all mutants, or reads verdicts that run_mutants.py printed.
+Judges all mutants, or reads verdicts that run_mutants.py printed. A sample of each kernel's mutants is told in one
+paragraph, for the top of a page whose tables are older.
 """
 
 import argparse
@@ -80,11 +82,24 @@ def lines(suite: Suite, verdicts: list[Verdict]) -> Iterator[str]:
         yield from (f"- {one}" for one in left)
 
 
+def sampled(suite: Suite, verdicts: list[Verdict]) -> str:
+    """What became of a sample, in one paragraph."""
+    total = Counter(outcome(suite, one) for one in verdicts)
+    left = [str(one) for one in verdicts if outcome(suite, one) == "survived"]
+    found, real = total["value"] + total["check"], len(verdicts) - total["equivalent"]
+    return (
+        f"Of {len(verdicts)} mutants drawn by a fixed seed, {total['equivalent']} are equivalent. Of the other {real}, "
+        f"{found} are found ({total['value']} by value, {total['check']} by a check), {total['not seen']} are known "
+        f"not to be seen, and {len(left)} survived{': ' if left else ''}{'; '.join(left)}."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Judge all mutants and print the table of how they were found.")
     parser.add_argument("--suite", default=DEFAULT, help="a module with a SUITE")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--verdicts", nargs="*", type=Path, help="what run_mutants.py printed, in place of running it")
+    parser.add_argument("--sample", type=int, help="judge so many mutants of each kernel, drawn by a fixed seed")
     options = parser.parse_args()
     suite = load(options.suite)
     if options.verdicts:
@@ -92,8 +107,11 @@ def main() -> None:
         verdicts = [Verdict(**json.loads(line)) for line in texts]
     else:
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(partial(judged, options.suite), suite.names)
+            found = pool.map(partial(judged, options.suite, sample=options.sample), suite.names)
             verdicts = [one for those in found for one in those]
+    if options.sample is not None:
+        sys.stdout.write(sampled(suite, verdicts) + "\n")
+        return
     sys.stdout.write("\n".join(lines(suite, verdicts)) + "\n")
 
 

@@ -52,14 +52,22 @@ def some(kernel: Kernel, count: int) -> list[Verdict]:
     return [judge(kernel, of, mutant) for mutant in chosen]
 
 
-def judged(module: str, name: str, shard: int = 0, shards: int = 1, limit_s: float | None = None) -> list[Verdict]:
-    """Judge a kernel's mutants, or a part of them, in a process of its own.
+def judged(
+    module: str,
+    name: str,
+    shard: int = 0,
+    shards: int = 1,
+    limit_s: float | None = None,
+    sample: int | None = None,
+) -> list[Verdict]:
+    """Judge a kernel's mutants, a part of them, or a sample, in a process of its own.
 
     Raises:
         RuntimeError: it failed, or was killed (a negative status); with the end of what it said.
         subprocess.TimeoutExpired: it took longer than limit_s.
     """
     command = [sys.executable, "-W", "ignore", str(RUN), name, "--suite", module, "--shard", str(shard), str(shards)]
+    command += [] if sample is None else ["--sample", str(sample)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
     if ran.returncode:
         raise RuntimeError(f"{name}, shard {shard}: status {ran.returncode}\n{ran.stderr[-4000:]}")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute import partial_word
 from dsl_backend.attention.cute.mask import UNBOUNDED
 from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import (
@@ -159,8 +158,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     a batch where this costs more than it saves has no row groups.
 
     Args:
-        split_ranges: [CTAs, SPLIT_RANGE_FIELDS], written here for the combine kernel; None where there is none, and
-            `partial_idx` of a work tile is a word of `partial_word.pack`.
+        split_ranges: [CTAs, SPLIT_RANGE_FIELDS], written here for the combine kernel.
         min_split_tiles: key tiles of a CTA at least.
         cluster: CTAs of a cluster.
         combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
@@ -175,7 +173,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         tokens_per_tile: int,
         tile_n: int,
         requests: Requests,
-        split_ranges: cute.Tensor | None,
+        split_ranges: cute.Tensor,
         min_split_tiles: int,
         cluster: int = 1,
         combine_tiles: int = COMBINE_TILES,
@@ -292,9 +290,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                         num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
                 iter_idx += own_iters
         split_ranges = self.split_ranges
-        if cutlass.const_expr(split_ranges is not None):
-            if lane == 0:
-                split_ranges[partial_cta, 0] = num_splits
+        if lane == 0:
+            split_ranges[partial_cta, 0] = num_splits
         self.work_pipeline.produce(num_produced, no_work_tile())
 
     @cute.jit
@@ -332,11 +329,6 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             partial_idx = 2 * partial_cta + (1 if part.tile_start >= share.cluster_idx * iters_per_cta else 0)
         num_rows = cutlass.min(part.seqlen_q - part.token, self.tokens_per_tile) * self.key.pack_gqa
         head_block = part.head_block * self.cluster + share.cta_rank
-        if cutlass.const_expr(split_ranges is None):
-            if part.num_tiles < part.key_tiles:
-                first = quotient(part.tile_start, iters_per_cta)
-                last = quotient(part.tile_start + part.key_tiles - 1, iters_per_cta)
-                partial_idx = partial_word.pack(partial_idx, first, last - first + 1)
         work = self.split_tile(
             part.request, part.info, head_block, part.token, num_rows, part.first_tile, part.num_tiles, partial_idx
         )
@@ -344,13 +336,12 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         num_produced += 1
         if part.num_tiles < part.key_tiles and part.tile_start >= share.cluster_idx * iters_per_cta:
             num_splits = quotient(part.tile_start + part.key_tiles - 1, iters_per_cta) - share.cluster_idx + 1
-            if cutlass.const_expr(split_ranges is not None):
-                if cute.arch.lane_idx() == 0:
-                    (
-                        split_ranges[partial_cta, 1],
-                        split_ranges[partial_cta, 2],
-                        split_ranges[partial_cta, 3],
-                    ) = (part.offset_q + part.token, head_block, num_rows)
+            if cute.arch.lane_idx() == 0:
+                (
+                    split_ranges[partial_cta, 1],
+                    split_ranges[partial_cta, 2],
+                    split_ranges[partial_cta, 3],
+                ) = (part.offset_q + part.token, head_block, num_rows)
         return num_produced, num_splits
 
     @cute.jit

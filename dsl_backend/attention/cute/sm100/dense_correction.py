@@ -53,7 +53,7 @@ class CorrectionWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_ptr, self.sStats = work_pipeline, barriers, tmem_ptr, sStats
         self.kv_stages, self.sO = kv_stages, sO
-        self.out, self.lse, self.partials, fold_workspace = outputs[:4]
+        self.out, self.lse, self.partials, fold_workspace = outputs
         self.scoring, self.requests, self.partial_rows = scoring, requests, requests.rows
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP

@@ -66,7 +66,7 @@ class MlaSoftmaxWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_base, self.sStats = work_pipeline, barriers, tmem_base, sStats
         self.sV, self.sP = sV, sP
-        self.out, self.lse, self.partials, self.fold_workspace = outputs[:4]
+        self.out, self.lse, self.partials, self.fold_workspace = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2

@@ -71,7 +71,7 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_ptr = work_pipeline, barriers, tmem_ptr
         self.sP, self.sStats, self.kv_stages = sP, sStats, kv_stages
-        self.out, self.lse, self.partials, _ = outputs[:4]
+        self.out, self.lse, self.partials, _ = outputs
         self.mask = Mask(kernel.key, kernel.tile_n, requests)
         self.requests, self.scoring, self.score_mod = requests, scoring, score_mod_of(kernel.key, scoring)
         self.s_stage, self.tile_m = s_stage, kernel.tile_m

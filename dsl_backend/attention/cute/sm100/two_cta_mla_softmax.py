@@ -104,7 +104,7 @@ class TwoCtaMlaSoftmaxWarps:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.tmem_base = work_pipeline, barriers, tmem_base
         self.sV, self.sP = sV, sP
-        self.out, self.lse, self.partials, fold_workspace = outputs[:4]
+        self.out, self.lse, self.partials, fold_workspace = outputs
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
         self.row, self.half = self.thread % ROWS, self.thread // ROWS
         self.keys = kernel.tile_n // CTA_PAIR

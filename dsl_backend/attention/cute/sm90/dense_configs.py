@@ -4,7 +4,6 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from dsl_backend.attention.cute.sizes import (
     MBARRIER_BYTES,
@@ -24,7 +23,6 @@ REGISTERS = {1: (240, 80), 2: (232, 40), 3: (160, 32)}
 # The same with a dequantization warpgroup, whose registers come third, by MMA warpgroups and CTAs per SM.
 DEQUANT_REGISTERS = {(1, 1): (240, 40, 128), (1, 2): (152, 24, 64), (2, 1): (208, 32, 64)}
 SM_REGISTERS = 1 << 16
-ARRIVALS_SMEM_BYTES = 16
 # ptxas refuses a WGMMA unless its accumulator and this many registers more are there at kernel launch (C7602).
 WGMMA_SPARE_REGISTERS = 30
 
@@ -46,8 +44,7 @@ class DenseConfig:
             of 16 bits.
         fold_in_smem: a CTA keeps the splits of a batch-invariant layer that it has combined in shared memory, rather
             than in global memory.
-        merge: of a split output tile's partial results: by a `kernel` of its own, or `inside`, by the last CTA.
-        early_dependents: the merge kernel lets the next kernel start before it ends. `inside` always does.
+        early_dependents: the combine kernel lets the next kernel start before it ends.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
@@ -62,7 +59,6 @@ class DenseConfig:
     dequant_stages: int = 0
     fold_in_smem: bool = False
     pair_row_tiles: bool = False
-    merge: Literal["kernel", "inside"] = "kernel"
     early_dependents: bool = False
 
     @property
@@ -94,8 +90,7 @@ class DenseConfig:
         mbarriers = MBARRIER_BYTES * 2 * (self.query_stages + 2 * self.stages + 2 * self.dequant_stages)
         folded = 4 * fold_workspace_size(self.tile_m, padded(v_split_dim(spec.head_dim_v))) if self.fold_in_smem else 0
         tiles = spec.dtype.itemsize * (q_elements + kv_elements) + fp8_bytes + folded
-        arrivals = ARRIVALS_SMEM_BYTES if self.merge == "inside" else 0
-        return tiles + mbarriers + WORK_TILE_SMEM_BYTES + arrivals
+        return tiles + mbarriers + WORK_TILE_SMEM_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built with this configuration; empty if it can.
@@ -111,11 +106,8 @@ class DenseConfig:
                 f"{self.groups} warpgroups, {self.ctas_per_sm} CTAs per SM: with fp8 keys one of "
                 f"{sorted(DEQUANT_REGISTERS)} is possible"
             )
-        if spec.batch_invariant and (self.merge != "kernel" or self.early_dependents):
-            reasons.append(
-                f"merge {self.merge}, early_dependents {self.early_dependents}: a batch-invariant layer, whose splits "
-                f"begin at fixed keys, has a merge kernel that lets no kernel start early"
-            )
+        if spec.batch_invariant and self.early_dependents:
+            reasons.append("early_dependents: the combine kernel of a batch-invariant layer lets no kernel start early")
         if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
             reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more are possible for fp8 keys, 0 for others")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
@@ -293,7 +285,6 @@ def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig
             dequant_stages=fp8_stages,
         )
         yield from deepest(made, spec, smem_bytes, 2)
-    usual = default_split_config(spec)
-    for form in (replace(usual, merge="inside", early_dependents=False), replace(usual, early_dependents=True)):
-        if not form.objections(spec, smem_bytes):
-            yield form
+    early = replace(default_split_config(spec), early_dependents=True)
+    if not early.objections(spec, smem_bytes):
+        yield early

@@ -13,7 +13,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.args import Arrivals, DenseLoads, DenseTensors, Outputs, TiledMmas
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
@@ -44,10 +44,6 @@ class DenseKey(LayerKey):
     @property
     def has_fold_workspace(self) -> bool:
         return super().has_fold_workspace and not self.config.fold_in_smem
-
-    @property
-    def merges_inside(self) -> bool:
-        return self.split and self.config.merge == "inside"
 
 
 class DenseForward(TiledKernel):
@@ -82,7 +78,7 @@ class DenseForward(TiledKernel):
             min_blocks_per_mp=config.ctas_per_sm,
             preferred_smem_carveout=100,
         )
-        if cutlass.const_expr(key.split and not key.merges_inside):
+        if cutlass.const_expr(key.split):
             combine = SplitKVCombine(key, self.dims_v, config.ctas_per_sm, early_dependents=config.early_dependents)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
@@ -140,9 +136,6 @@ class DenseForward(TiledKernel):
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         sK_tma, sV_tma = self.loaded(allocator, sK, sV)
         outputs = self.with_cta_fold_workspace(outputs, allocator)
-        if cutlass.const_expr(self.key.merges_inside):
-            sIsLast = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(1), byte_alignment=4)
-            outputs = outputs._replace(arrivals=Arrivals(scheduler_workspace, sIsLast))
         work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         arrays = mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))

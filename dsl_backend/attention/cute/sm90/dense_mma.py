@@ -9,9 +9,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
-from dsl_backend.attention.cute import partial_word
 from dsl_backend.attention.cute.args import Outputs, TiledMmas
-from dsl_backend.attention.cute.last_arriver import LastArriver
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows
@@ -57,7 +55,7 @@ class MmaConsumer:
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers, self.thread = work_pipeline, barriers, thread
         self.sQ, self.sV = sQ, sV
-        self.out, self.lse, self.partials, fold_workspace = outputs[:4]
+        self.out, self.lse, self.partials, fold_workspace = outputs
         # The first k-block of Q K^T overwrites S.
         self.tiled_mma_qk_first = with_accumulate(tiled_mma_qk, False)
         self.tiled_mma_qk = with_accumulate(tiled_mma_qk, True)
@@ -71,10 +69,6 @@ class MmaConsumer:
         self.partition(tiled_mma_qk, tiled_mma_pv, sQ, sK, sV)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         self.softmax = self.make_softmax()
-        self.last_arriver = None
-        if kernel.key.merges_inside:
-            threads = kernel.config.groups * WARPGROUP
-            self.last_arriver = LastArriver(kernel, outputs, requests, scoring, thread, threads, MMA_BARRIER)
         self.split_fold = None
         if kernel.key.tiles_per_split:
             threads = kernel.config.groups * WARPGROUP
@@ -370,8 +364,6 @@ class MmaConsumer:
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
                 self.store_partial(work, work.n_block_min)
-                if cutlass.const_expr(self.key.merges_inside):
-                    self.last_arriver.arrive(work)
             else:
                 self.store_out(work)
         else:
@@ -419,8 +411,6 @@ class MmaConsumer:
         if cutlass.const_expr(self.key.tiles_per_split):
             tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
             partial_idx += (work.n_block_max - 1) // tiles_per_split - n_block // tiles_per_split
-        if cutlass.const_expr(self.key.merges_inside):
-            partial_idx, _, _ = partial_word.unpack(partial_idx)
         partial = self.partials.iterator + cutlass.Int64(partial_idx) * partial_size(rows, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):

@@ -77,7 +77,7 @@ class MlaMmaConsumer:
         self.tiled_mma_pv = with_accumulate(mmas.pv, True)
         self.tiled_mma_pv_shared = with_accumulate(mmas.pv_shared, True)
         self.sQ, self.sV, self.sP = sQ, sV, sP
-        self.out, self.lse, self.partials, fold_workspace = outputs[:4]
+        self.out, self.lse, self.partials, fold_workspace = outputs
         self.thread = thread % WARPGROUP
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
         lane = thread % 32
