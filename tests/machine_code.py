@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ptxas made of the CuTe DSL kernels: `python -m tests.machine_code [ID ...]`.
+"""What ptxas made of the CuTe DSL kernels: `python -m tests.machine_code [EVERY] [ID ...]`.
 
 Neither an emulator nor a test of results sees registers that spill, or matrix products that ptxas lets run one at a
 time because it found no registers for them in flight (its C7512): the code is right, and slow. One line of JSON for
@@ -8,6 +8,7 @@ each kernel of the default configurations, made for a GPU that need not be there
 It takes a process of its own, in which CuTe DSL keeps its machine code: that is decided when it is imported.
 """
 
+import itertools
 import json
 import os
 import re
@@ -391,9 +392,9 @@ def subjects() -> Iterator[Subject]:
     yield from norm_subjects()
 
 
-def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
-    """Compile a subject's kernels, and read what came out."""
-    for made in subject.kernels():
+def compiled(subject: Subject, folder: Path, every: int = 1) -> Iterator[Code]:
+    """Compile a subject's kernels, or one of `every`, and read what came out."""
+    for made in itertools.islice(subject.kernels(), 0, None, every):
         for old in folder.glob("*.cubin"):
             old.unlink()
         made.compile()
@@ -415,13 +416,13 @@ def compiled(subject: Subject, folder: Path) -> Iterator[Code]:
             )
 
 
-def found(subject: str) -> list[Code]:
-    """A subject's kernels, by its id; compiled in a process of their own.
+def found(subject: str, every: int = 1) -> list[Code]:
+    """A subject's kernels, by its id; compiled in a process of their own. `every`: one of so many kernels.
 
     Raises:
         RuntimeError: nothing was compiled.
     """
-    command = [sys.executable, "-m", "tests.machine_code", subject]
+    command = [sys.executable, "-m", "tests.machine_code", str(every), subject]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     codes = [Code(**json.loads(line)) for line in done.stdout.splitlines()]
     if done.returncode or not codes:
@@ -485,11 +486,13 @@ def counted(file: Path) -> tuple[int | None, int | None]:
 
 
 def main(ids: list[str]) -> int:
+    """The kernels of these subjects, or of all; with a number in front, one of so many."""
+    every = int(ids.pop(0)) if ids and ids[0].isdigit() else 1
     with tempfile.TemporaryDirectory(prefix="machine-code-") as folder:
         os.environ.update(CUTE_DSL_KEEP_CUBIN="1", CUTE_DSL_DUMP_DIR=folder, DSL_BACKEND_CACHE="0")
         for subject in subjects():
             if not ids or subject.id in ids:
-                for code in compiled(subject, Path(folder)):
+                for code in compiled(subject, Path(folder), every):
                     print(json.dumps(asdict(code)), flush=True)  # noqa: T201
     return 0
 

@@ -74,10 +74,10 @@ def test_tokens_that_the_definition_does_not_draw_are_seen() -> None:
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     file = tmp_path / "rows.jsonl"
-    options = benchmarks.Options(rows="^tiny", seconds=0.01, device=device.type)
+    options = benchmarks.Options(rows=r"^tiny-(none|k\+p)-", seconds=0.01, device=device.type)
     assert benchmarks.main("verification", file, options) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
-    assert len(rows) == 4
+    assert len(rows) == 2
     for row in rows:
         cells = {cell["provider"]: cell["status"] for cell in row["cells"]}
         assert cells["dsl"] == cells["plain"] == "ok", row
