@@ -157,7 +157,7 @@ def judge(
     seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of importing, preparing, or a launch.")] = 240.0,
     memory: Annotated[int, typer.Option(min=256, help="Memory limit of the candidate's process, in MiB.")] = 16 << 10,
 ) -> None:
-    """Check a kernel that nobody knows in a process of its own, and time it. Exit status 1 if it is rejected."""
+    """Check an unknown kernel in a process of its own, and time it. Exit status 1 if it is rejected."""
     found = importlib.import_module(f"{benchmarks().__name__}.judge")
     options = found.Options(arch=arch, seed=seed, rows=rows, peers=peers, seconds=seconds, memory_mib=memory)
     attempt(lambda: found.main(candidate, op, json, options))

@@ -153,7 +153,7 @@ def cute(
     """A kernel of one architecture. It objects to other ones, then by its needs, then by its configuration's.
 
     Args:
-        by_name: the name by which users have to ask for it.
+        by_name: the kernel is used only if a user gives this name.
     """
 
     def objections(spec: AttentionSpec, target: Target) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as an operator family: what the commands and the plugin know of it."""
+"""Attention as an operator family: what commands and plugin need to know."""
 
 import math
 from collections.abc import Sequence

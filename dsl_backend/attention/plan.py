@@ -38,7 +38,7 @@ class Planner:
     """Makes the plans of one layer spec; keeps its kernels and their scratch from step to step.
 
     Args:
-        kernel: a name from the dispatch table; that kernel or none. By default the best that serves the spec.
+        kernel: a name from the dispatch table: only that kernel is considered. By default the best one for the spec.
 
     Raises:
         InvalidInput: an argument is of another type, or the dispatch table has no kernel of that name.

@@ -45,7 +45,7 @@ class StreamKScratch(NamedTuple):
 
 
 class GemmArgs(NamedTuple):
-    """All that a launch takes, but for the stream.
+    """All arguments of a launch except the stream.
 
     Attributes:
         scratch: of the stream-K GEMM; None for all others.

@@ -129,8 +129,8 @@ class Costs:
     Attributes:
         gemm, swap_ab: the persistent GEMM, and with swapped operands.
         stream_k, split_k: the GEMM for few rows.
-        row_of_64_ns, row_of_32_ns, row_of_16_ns: what a k tile takes for each row of 128 bytes of x or weights that an
-            SM asks for alone, where a matrix's rows begin at multiples of so many bytes, and not of 128.
+        row_of_64_ns, row_of_32_ns, row_of_16_ns: time of a k tile for each row of 128 bytes of x or weights that one SM
+            loads, if the matrix's rows begin at multiples of 64, 32 or 16 bytes, but not of 128.
     """
 
     gemm: GemmCosts
@@ -222,7 +222,7 @@ def estimated_us(
 
 
 def combined(power: float, *causes_ns: float) -> float:
-    """What causes take of which the slowest decides, or several that are about as slow."""
+    """Time of concurrent causes: that of the slowest, or more if several are about as slow."""
     return float(sum(cause**power for cause in causes_ns) ** (1 / power))
 
 
@@ -232,10 +232,10 @@ def flops_of(rates: Rates, spec: GemmSpec) -> float:
 
 
 def copied_rows_ns(spec: GemmSpec, rows: float, tile_k: int, paired: bool, costs: Costs) -> float:
-    """What so many rows of a k tile take at least that an SM asks for; `paired`: two SMs of a TPC do so.
+    """A lower bound of the time in which an SM loads `rows` rows of a k tile; `paired`: both SMs of a TPC load them.
 
-    Where a matrix's rows do not begin at multiples of 128 bytes, 128 bytes of a row lie in two lines of the L2 cache,
-    and where they do not at multiples of 32 in five sectors instead of four.
+    If a matrix's rows do not begin at multiples of 128 bytes, 128 bytes of a row lie in two lines of the L2 cache. If
+    they do not begin at multiples of 32 bytes, they lie in five sectors instead of four.
     """
     pitch, bytes_of_row = spec.k * spec.dtypes.x.itemsize, tile_k * spec.dtypes.x.itemsize
     by_alignment = ((128, 0.0), (64, costs.row_of_64_ns), (32, costs.row_of_32_ns), (1, costs.row_of_16_ns))

@@ -123,7 +123,7 @@ class ScaledOperands(NamedTuple):
             NVFP4. None with other formats.
         out_global_scale: float32 [1], the scale of the whole matrix of an output in NVFP4. None with other formats.
         out_scale: of a quantised output; float32 [1] that is read, or written with the output. None without.
-            Padding of swizzled scales is not written, and must be 0 for whoever multiplies the output.
+            Padding of swizzled scales is not written, and must be 0, because the next GEMM reads it.
     """
 
     x: torch.Tensor

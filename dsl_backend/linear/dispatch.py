@@ -13,7 +13,7 @@ TMA_VECTOR = 8
 
 
 def cute(spec: LinearSpec, target: Target) -> list[str]:
-    """What the CuTe DSL kernels need, on any SM that has some."""
+    """Requirements of the CuTe DSL kernels, the same on all SMs."""
     if reasons := target.arch_objections(*ARCH_KERNELS):
         return reasons
     reasons = [*toolkit.missing(), *spec.dtypes.objections()]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels are made of: pieces of device code in CuTe DSL that know no operator."""
+"""What kernels are made of: pieces of device code in CuTe DSL that belong to no operator."""

@@ -17,7 +17,7 @@ Word = TypeVar("Word", cutlass.Int32, cutlass.Uint32, cutlass.Float32)
 
 @dsl_user_op
 def fence_register(value: Word, *, loc=None, ip=None) -> Word:
-    """Return the same value, which the compiler takes to be defined here."""
+    """Return the same value; the compiler cannot move its uses before this point."""
     kind, of_ir, register = (cutlass.Float32, T.f32(), "f")
     if isinstance(value, cutlass.Int32 | cutlass.Uint32):
         kind, of_ir, register = (type(value), T.i32(), "r")
@@ -38,7 +38,7 @@ def fence_register(value: Word, *, loc=None, ip=None) -> Word:
 def fence_operand(accumulator: cute.Tensor) -> None:
     """Fence all 32-bit registers of an accumulator: call it after `wait_group`, before the accumulator is read.
 
-    The compiler knows no order between the wait and arithmetic on registers. It moved conversions in front of the wait
+    For the compiler, arithmetic on registers is not ordered after the wait. It moved conversions in front of the wait
     (CuTe DSL 4.6.0).
     """
     for i in range(cute.size(accumulator)):

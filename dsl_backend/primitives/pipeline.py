@@ -15,7 +15,7 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 
 @dataclass(frozen=True)
 class Role:
-    """Who arrives at an mbarrier.
+    """The warps or threads that arrive at an mbarrier.
 
     Attributes:
         arrivals: of each CTA.

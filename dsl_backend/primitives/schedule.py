@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rasterisation of output tiles for L2 reuse, and even contiguous shares of a list as stream-K deals them."""
+"""Rasterisation of output tiles for L2 reuse, and even contiguous shares of a list, as in stream-K."""
 
 import cutlass
 from cutlass import cute

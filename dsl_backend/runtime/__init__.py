@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How kernels come to exist: targets, compilation, caches. Knows no operator."""
+"""How kernels come to exist: targets, compilation, caches. It contains nothing of an operator."""

@@ -53,12 +53,12 @@ class Entry(Generic[Spec]):
     """Kernels that may serve an operation.
 
     Attributes:
-        name: by which users ask for it; kernels of several SMs may share one.
+        name: what users name it by; kernels of several SMs may share one.
         title: what it is, such as `dense-decode sm90`; printed by the doctor, in logs and in errors.
         kernel: `module:name` of its class or function, imported when it is first chosen.
         objections: why it does not serve a problem on a target; empty where it does.
         variants: the compiled kernels that it launches, and for which batches; empty if they are not listed.
-        by_name: only who asks for it gets it, and only he is told of it: another entry serves the same problems.
+        by_name: it is used and listed only if a user names it; another entry serves the same problems by default.
     """
 
     name: str
@@ -94,7 +94,7 @@ Judged = list[tuple[Entry[Spec], list[str]]]
 
 
 def judge(table: Sequence[Entry[Spec]], spec: Spec, target: Target) -> Judged[Spec]:
-    """Every entry that nobody has to ask for with its objections, best entry first."""
+    """The entries that are used without being named, best entry first, each with its objections."""
     return [(entry, entry.objections(spec, target)) for entry in table if not entry.by_name]
 
 
@@ -105,7 +105,7 @@ def choose(
 
     Args:
         operation: its name, for messages.
-        kernel: a name from the table; that kernel or none.
+        kernel: a name from the table: only that kernel is considered.
 
     Raises:
         InvalidInput: the table has no kernel of that name.

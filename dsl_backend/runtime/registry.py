@@ -2,7 +2,7 @@
 """The GPU architectures: one table that dispatch, the doctor, `compile`, and the tests without a GPU read.
 
 A new SM is one entry of ARCHS, and kernels for it. Code asks for a feature or for `kernel_arch`, never for a capability
-or a product name: an SM that nobody has written kernels for then gets none, and not those of its neighbour.
+or a product name: an SM without kernels of its own then gets Triton's, and not those of a similar SM.
 """
 
 import enum

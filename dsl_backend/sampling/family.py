@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling as an operator family: what the commands and the plugin know of it."""
+"""Sampling as an operator family: what commands and plugin need to know."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax as an operator family: what the commands and the plugin know of it."""
+"""Softmax as an operator family: what commands and plugin need to know."""
 
 from collections.abc import Mapping
 

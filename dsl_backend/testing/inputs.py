@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention problems made of random numbers, surrounded by garbage that no kernel may let through.
 
-Whatever a kernel has no business to use is filled with NaN or huge values: tokens past a request's length, pages that
+What a kernel must not use is filled with NaN or huge values: tokens past a request's length, pages that
 no request owns, page numbers past a request's pages, rows of q past the last request.
 """
 

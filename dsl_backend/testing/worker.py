@@ -47,7 +47,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one problem. `lost`: the process cannot go on after it."""
+    """Of one problem. `lost`: the process cannot continue after it."""
 
     name: str
     status: Status

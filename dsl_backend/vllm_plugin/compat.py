@@ -25,7 +25,7 @@ class Entry:
         what: we do, and where.
         why: what vLLM does that makes it needed.
         remove_when: what must have happened for it to go.
-        needed: whether the vLLM at hand still needs it.
+        needed: whether the installed vLLM still needs it.
     """
 
     name: str

@@ -30,12 +30,12 @@ class Hook:
     Attributes:
         changes: what is different in vLLM once the hook is installed.
         why: what vLLM does that makes the hook needed.
-        versions: of vLLM that need it, in words.
+        versions: of vLLM that need it, as text.
         remove_when: what must have happened for the hook to go.
         stage: when it is installed.
         install: `module:function` below `dsl_backend.vllm_plugin`. Takes the arguments that its stage gives to
             `install_hooks`. A second call changes nothing.
-        needed: `module:function` that says whether the vLLM at hand needs the hook.
+        needed: `module:function` that says whether the installed vLLM needs the hook.
     """
 
     name: str

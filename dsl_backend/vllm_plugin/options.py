@@ -25,21 +25,21 @@ class Options(BaseModel):
     """The plugin's options.
 
     Attributes:
-        attention_kernel: serve attention with the kernels of this name from the dispatch table, or not at all. By
-            default each operation gets the best kernel that serves it.
+        attention_kernel: only kernels of this name from the dispatch table serve attention; a layer that they do not
+            serve is an error. By default each operation gets the best kernel that serves it.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
         projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
             that dsl cannot serve, and more rows, are vLLM's. `measured` is dsl's for the rows of the tuning records,
             and on an SM90 for up to 16 rows of sizes without a record.
         scaled_linears: whose kernels serve linear layers of fp8 checkpoints, with the activation and the quantisation
-            between them; none is measured to be faster.
+            between them; `measured` is vLLM's, because none was measured to be faster.
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
             SM90.
         rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms.
-        logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of those that are drawn; none is
-            measured to be faster.
+        logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of the drawn ones; `measured` is
+            vLLM's, because none was measured to be faster.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
     """
 

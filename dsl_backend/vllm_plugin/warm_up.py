@@ -51,7 +51,7 @@ _provider = Provider()
 
 
 def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
-    """The kernels that the model needs on the GPU at hand; none, and a line in the log, where its facts are not known.
+    """The kernels that the model needs on this GPU; none, and a line in the log, where its facts are not known.
 
     What is missed here is compiled by the first dummy run that needs it.
     """

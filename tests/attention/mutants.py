@@ -174,6 +174,11 @@ EQUIVALENT: Rows = [
         "the wait still comes before the first use, and is in no order with an ordinary load of something else",
     ),
     (
+        "SM100 MLA$",
+        r"relaxed: .*mbarrier.try_wait.*in online_softmax\)",
+        "S is in tensor memory, which tcgen05.fence orders; values are cleared behind a wait for their own copies",
+    ),
+    (
         "SM100 (MLA|swapped)",
         "swap: .*fence.proxy.async.*behind `tcgen05.fence::before_thread_sync",
         "two fences, for different accesses, before the same arrival",

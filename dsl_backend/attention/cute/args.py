@@ -71,7 +71,7 @@ class Outputs(NamedTuple):
     """Where results go: to `out` and `lse`, or where a key range is split to `partials`.
 
     Attributes:
-        lse: natural logarithm of the softmax's denominator, float32; None where nobody asks for it.
+        lse: natural logarithm of the softmax's denominator, float32; None if it is not needed.
         partials: float32; None where key ranges are not split.
         fold_workspace: float32, where a CTA keeps the splits that it has combined; None without fixed splits.
     """

@@ -319,7 +319,7 @@ class DenseKernel(LayerKernel):
         return None if shortest is None else (self.extend, shortest)
 
     def is_for_other(self, query_len: int) -> bool:
-        """Whether `other` serves a batch whose longest query, among those asked of this kernel, has so many tokens."""
+        """Whether `other` serves a batch whose longest query, of those given to this kernel, has `query_len` tokens."""
         return self.others_batches is not None and self.others_batches.serves(query_len)
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:

@@ -5,7 +5,7 @@ Adjacent lanes of a warp have one head of one token: a query, a key or a value. 
 so that it has both elements of each pair that is rotated: no element is exchanged. The sum of squares is exchanged
 between a head's lanes. So a head's bits depend on nothing beside it.
 
-The kernel has no instruction of one generation: the same class serves SM90 and SM100.
+The kernel has no instruction that only one of SM90 and SM100 has, so the same class serves both.
 """
 
 from dataclasses import dataclass

@@ -142,7 +142,7 @@ class ScoreModArgs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Partial results (float32), and what the combine kernel has to combine (int32)."""
+    """Partial results (float32), and the work list of the combine kernel (int32)."""
 
     partials: Any
     combines: Any

@@ -49,7 +49,7 @@ class DecodeScratch(NamedTuple):
 
 
 class DecodeArgs(NamedTuple):
-    """All that a launch for few tokens takes, but for the stream.
+    """All arguments of a launch for few tokens except the stream.
 
     Attributes:
         ctas: of each product.
@@ -61,7 +61,7 @@ class DecodeArgs(NamedTuple):
 
 
 class ExpertsArgs(NamedTuple):
-    """All that a launch takes, but for the stream.
+    """All arguments of a launch except the stream.
 
     Attributes:
         routing_ctas: CTAs that sort the pairs.

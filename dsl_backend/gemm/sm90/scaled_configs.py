@@ -26,7 +26,7 @@ QUANTISED_BESIDE = (ROW_SCALED, GROUP_SCALED)
 
 
 def blocked_objections(spec: ScaledGemmSpec) -> list[str]:
-    """What the kernels need where a weight has a scale for each block."""
+    """Requirements of the kernels if a weight has a scale for each block."""
     if not spec.weight.blocked or spec.activation is None:
         return []
     reasons = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GEMM of e4m3 operands for few rows on SM90: sums of each k tile are promoted to float32.
 
-Half of the bytes of 16-bit weights are streamed. Why sums are promoted is told in `scaled_gemm`. Products and additions
+Half of the bytes of 16-bit weights are streamed. `scaled_gemm` explains why sums are promoted. Products and additions
 of a k tile are done while the next ones arrive.
 """
 

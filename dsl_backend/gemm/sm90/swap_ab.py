@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The persistent GEMM with swapped operands on SM90: weights are wgmma's M, rows of x (tokens) its N.
 
-wgmma's M comes in steps of 64, its N in steps of 8: a tile of as many tokens as there are has no rows for nobody.
+wgmma's M comes in steps of 64, its N in steps of 8. So a tile can have about as many rows as there are tokens, and
+few products of rows that do not exist.
 
 A thread has the accumulators of rows r and r + 8. In a tile of weights, 8 gate rows and the 8 up rows of the same
 columns alternate, so that a thread finds both there. One TMA copy makes that order, from gate and up halves or from

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention cases with the reason for each. Lists, not products: a case that has no reason of its own is not here.
+"""Attention cases with the reason for each. Lists, not products: each case tests something that no other case
+does.
 
 Tiers: `smoke` runs at every change, `full` adds cases that repeat a feature at other sizes, `gpu` has real sizes.
 """

@@ -88,9 +88,9 @@ def sampled(suite: Suite, verdicts: list[Verdict]) -> str:
     left = [str(one) for one in verdicts if outcome(suite, one) == "survived"]
     found, real = total["value"] + total["check"], len(verdicts) - total["equivalent"]
     return (
-        f"Of {len(verdicts)} mutants drawn by a fixed seed, {total['equivalent']} are equivalent. Of the other {real}, "
-        f"{found} are found ({total['value']} by value, {total['check']} by a check), {total['not seen']} are known "
-        f"not to be seen, and {len(left)} survived{': ' if left else ''}{'; '.join(left)}."
+        f"{len(verdicts)} mutants, drawn by a fixed seed. Equivalent: {total['equivalent']}. Of the other {real}, "
+        f"{found} are found ({total['value']} by value, {total['check']} by a check). "
+        f"Known not to be seen: {total['not seen']}. Survivors without an explanation: {'; '.join(left) or 'none'}."
     )
 
 

@@ -66,7 +66,7 @@ def zero_unless_served(requests: Requests, seqlen_q: cutlass.Int32, count: cutla
 
 
 def from_lane(values: tuple, lane: cutlass.Int32):
-    """What a lane has, in all lanes: for each member of a NamedTuple."""
+    """A lane's value, in all lanes: for each member of a NamedTuple."""
     return type(values)(*(cute.arch.shuffle_sync(value, lane) for value in values))
 
 

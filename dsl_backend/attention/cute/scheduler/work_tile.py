@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work tiles, and the pipeline in shared memory by which the scheduler warp hands them to the other warps."""
+"""Work tiles, and the pipeline in shared memory through which the scheduler warp passes them to the other warps."""
 
 from typing import Any, NamedTuple
 

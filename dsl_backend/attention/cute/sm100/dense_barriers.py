@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mbarriers of the dense SM100 kernels: stages, and arrivals by who arrives.
+"""The mbarriers of the dense SM100 kernels: stages, and the number of arrivals of each role.
 
 Softmax and correction threads each arrive for their row. For the other roles, see `cute/mbarriers.py`.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mbarriers of the SM100 kernels of absorbed MLA: stages, and arrivals by who arrives."""
+"""The mbarriers of the SM100 kernels of absorbed MLA: stages, and the number of arrivals of each role."""
 
 from typing import NamedTuple
 

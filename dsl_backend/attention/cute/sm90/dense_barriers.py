@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mbarriers of the SM90 kernel: stages, and arrivals by who arrives."""
+"""The mbarriers of the SM90 kernel: stages, and the number of arrivals of each role."""
 
 from typing import NamedTuple
 
