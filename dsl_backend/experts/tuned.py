@@ -9,9 +9,14 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from dsl_backend.checks import short
-from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec
 from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
+
+
+# Tokens of layers without a record. On an H100 these are where four models' layers take at most 0.98 of the time of
+# vLLM's Triton kernels without a tuned configuration (docs/performance.md); between them some layers are slower.
+UNRECORDED = ((1, 8), (2048, MAX_TOKENS))
 
 
 class ProblemShape(tuned.RowsProblemShape):
@@ -64,16 +69,20 @@ def problem_of(spec: ExpertsSpec, sm_count: int) -> ProblemShape:
 
 
 def faster(spec: ExpertsSpec, target: Target) -> list[ProblemShape]:
-    """Ranges of tokens for which a layer is measured to be faster than vLLM's; none where experts are distributed.
+    """Ranges of tokens for which a layer is taken to be faster than vLLM's; none where experts are distributed.
 
-    With an expert map, most rows of a step may be other ranks': nothing that was measured without one tells of that.
+    By the tuning records of the layer's sizes; without any, `UNRECORDED` on an SM90. With an expert map, most rows of a
+    step may be other ranks': nothing that was measured without one tells of that.
     """
     if spec.global_experts is not None:
         return []
-    return [problem for problem, _ in tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, spec))]
+    found = [problem for problem, _ in tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, spec))]
+    if not found and target.gpu is not None and target.kernel_arch == "sm90":
+        return [problem_of(spec, target.sm_count).of_rows(*tokens) for tokens in UNRECORDED]
+    return found
 
 
 @lru_cache(maxsize=1 << 16)
 def is_faster(tokens: int, spec: ExpertsSpec, target: Target) -> bool:
-    """Whether a layer is measured to be faster than vLLM's for so many tokens; false where nothing was measured."""
+    """Whether a layer is taken to be faster than vLLM's for so many tokens."""
     return any(problem.holds(tokens) for problem in faster(spec, target))

@@ -59,9 +59,14 @@ def test_ranges(measured: Callable[..., None]) -> None:
     assert [tokens for tokens in (1, 2, 512, 513, 2048, 2049) if is_faster(tokens, SPEC, TARGET)] == [1, 513, 2048]
 
 
-def test_nothing_measured(measured: Callable[..., None]) -> None:
-    assert faster(SPEC, TARGET) == []
-    assert not is_faster(8192, SPEC, TARGET)
+def ours_without_a_record(spec: ExpertsSpec, target: Any) -> list[int]:
+    return [tokens for tokens in (1, 8, 9, 2047, 2048, 1 << 17) if is_faster(tokens, spec, target)]
+
+
+def test_few_and_many_tokens_are_ours_on_sm90_without_a_record(measured: Callable[..., None]) -> None:
+    assert ours_without_a_record(SPEC, TARGET) == [1, 8, 2048, 1 << 17]
+    for other in (replace(TARGET, gpu=None), replace(TARGET, capability=(10, 0))):
+        assert ours_without_a_record(SPEC, other) == []
 
 
 @pytest.mark.parametrize(
@@ -72,20 +77,25 @@ def test_nothing_measured(measured: Callable[..., None]) -> None:
         {"intermediate_size": 384},
         {"topk": 6},
         {"dtype": torch.float16},
-        {"global_experts": 256},
     ],
     ids=str,
 )
-def test_other_layers_are_not_measured(changes: dict[str, Any], measured: Callable[..., None]) -> None:
+def test_a_record_says_nothing_of_other_layers(changes: dict[str, Any], measured: Callable[..., None]) -> None:
+    measured(record(9, 9))
+    assert ours_without_a_record(SPEC, TARGET) == [9]
+    assert ours_without_a_record(replace(SPEC, **changes), TARGET) == [1, 8, 2048, 1 << 17]
+
+
+def test_distributed_experts_are_not_measured(measured: Callable[..., None]) -> None:
     measured(record(1, 1 << 17))
-    assert not is_faster(8, replace(SPEC, **changes), TARGET)
+    assert faster(replace(SPEC, global_experts=256), TARGET) == []
 
 
 @pytest.mark.parametrize("changes", [{"gpu": None}, {"gpu": "Another"}, {"sm_count": 66}], ids=str)
 def test_other_gpus_are_not_measured(changes: dict[str, Any], measured: Callable[..., None]) -> None:
     measured(record(1, 1 << 17))
-    assert is_faster(8, SPEC, TARGET)
-    assert not is_faster(8, SPEC, replace(TARGET, **changes))
+    assert is_faster(9, SPEC, TARGET)
+    assert not is_faster(9, SPEC, replace(TARGET, **changes))
 
 
 def test_a_record_survives_its_file() -> None:
