@@ -31,7 +31,7 @@ from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
 from dsl_backend.experts.tuned import Ours, Theirs
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
-from dsl_backend.linear.tuned import TUNED_CONFIGS, Unfused, problem_of
+from dsl_backend.linear.tuned import TUNED_CONFIGS, UNRECORDED_ROWS, Unfused, problem_of
 from dsl_backend.providers import Launch
 from dsl_backend.runtime import model as models
 from dsl_backend.runtime import target as targets
@@ -395,10 +395,12 @@ def test_classes(arch: str) -> None:
     assert len({one.problem for one in found}) == len(found)
     assert {one.name.partition("-")[0] for one in found} >= {"decode", "prefill", "mla_decode"}
     for one in found:
-        assert len({tuple(contest.configs) for contest in one.contests}) == 1
-        assert all(contest.chosen == contest.configs[0] for contest in one.contests), (
-            "no tuned configurations for such a GPU"
-        )
+        assert len({tuple(row.configs) for row in one.contests}) == 1
+        # There are no records of such a GPU. A projection is compared with cuBLAS, also where dispatch has ours.
+        few = isinstance(one.contests[0].configs[0], Unfused) and one.problem.most_rows <= UNRECORDED_ROWS
+        for row in one.contests:
+            assert row.chosen in row.configs
+            assert (row.chosen == row.configs[0]) is not (few and arch == "sm_90a"), one.name
         for config in one.contests[0].configs[:1]:
             made = one.tuned_configs.record(one.problem, config, **SHARED, us=1.0, default_us=2.0)
             assert one.tuned_configs.understood(json.loads(made.measurement.model_dump_json())) == made
