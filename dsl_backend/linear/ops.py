@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers as operators, each one node for torch.compile: `torch.ops.dsl_backend.linear` and in-place variants."""
 
+from typing import Any
+
 import torch
 
 from dsl_backend.gemm.activation import decoded
@@ -20,18 +22,8 @@ def linear(
     spare_sms: int,
     kernel: str | None,
 ) -> torch.Tensor:
-    return eager.linear(
-        x,
-        weight,
-        bias,
-        residual,
-        None,
-        decoded(activation, parameters),
-        interleaved,
-        batch_invariant,
-        spare_sms,
-        kernel,
-    )
+    of_layer = decoded(activation, parameters)
+    return eager.linear(x, weight, bias, residual, None, of_layer, interleaved, batch_invariant, spare_sms, kernel)
 
 
 def linear_fake(
@@ -41,10 +33,7 @@ def linear_fake(
     residual: torch.Tensor | None,
     activation: str,
     parameters: list[float],
-    interleaved: bool,
-    batch_invariant: bool,
-    spare_sms: int,
-    kernel: str | None,
+    *options: object,
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], eager.columns(x, weight, decoded(activation, parameters))))
 
@@ -62,18 +51,8 @@ def linear_out(
     spare_sms: int,
     kernel: str | None,
 ) -> None:
-    eager.linear(
-        x,
-        weight,
-        bias,
-        residual,
-        out,
-        decoded(activation, parameters),
-        interleaved,
-        batch_invariant,
-        spare_sms,
-        kernel,
-    )
+    of_layer = decoded(activation, parameters)
+    eager.linear(x, weight, bias, residual, out, of_layer, interleaved, batch_invariant, spare_sms, kernel)
 
 
 def linear_out_fake(
@@ -84,10 +63,7 @@ def linear_out_fake(
     out: torch.Tensor,
     activation: str,
     parameters: list[float],
-    interleaved: bool,
-    batch_invariant: bool,
-    spare_sms: int,
-    kernel: str | None,
+    *options: object,
 ) -> None:
     eager.check_out(out, x.shape[0], eager.columns(x, weight, decoded(activation, parameters)), x)
 
@@ -109,18 +85,9 @@ def linear_add(
 
 
 def linear_add_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    activation: str,
-    parameters: list[float],
-    interleaved: bool,
-    batch_invariant: bool,
-    spare_sms: int,
-    kernel: str | None,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, *layer: Any
 ) -> None:
-    linear_out_fake(x, weight, bias, None, out, activation, parameters, interleaved, batch_invariant, spare_sms, kernel)
+    linear_out_fake(x, weight, bias, None, out, *layer)
 
 
 LINEAR = register_op("linear", linear, fake=linear_fake)

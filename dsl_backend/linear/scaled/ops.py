@@ -69,9 +69,7 @@ def scaled_linear_fake(
     formats: str,
     activation: str,
     parameters: list[float],
-    interleaved: bool,
-    batch_invariant: bool,
-    kernel: str | None,
+    *options: object,
 ) -> torch.Tensor:
     how = how_of(formats, activation, parameters)
     return eager.outputs(x, eager.columns(weight, how.activation), how, out_scale)[0]
@@ -105,9 +103,7 @@ def scaled_linear_dynamic_fake(
     formats: str,
     activation: str,
     parameters: list[float],
-    interleaved: bool,
-    batch_invariant: bool,
-    kernel: str | None,
+    *options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     how = how_of(formats, activation, parameters)
     out, computed = eager.outputs(x, eager.columns(weight, how.activation), how, None)
