@@ -30,7 +30,7 @@ REST: tuple[str, ...] = (
     "tests/attention/test_sm100*.py::*",
     "tests/attention/test_sm90.py::*",
     "tests/attention/test_two_cta_mla_mistakes.py::*",
-    "tests/attention/test_widening_mistakes.py::*",
+    "tests/attention/test_dequant_mistakes.py::*",
     "tests/benchmarks/test_bench_report.py::*",
     "tests/benchmarks/test_bench_verification.py::*",
     "tests/emulator/mutants/*",

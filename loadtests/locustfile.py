@@ -290,8 +290,8 @@ def end_later(runner: Any, options: argparse.Namespace) -> None:
     if isinstance(runner, MasterRunner):
         expected = runner.worker_count
         runner.send_message(DRAIN, options.drain_seconds)
-        patience = time.monotonic() + options.drain_seconds + 30
-        while len(DRAINED) < expected and time.monotonic() < patience:
+        deadline = time.monotonic() + options.drain_seconds + 30
+        while len(DRAINED) < expected and time.monotonic() < deadline:
             gevent.sleep(NAP_S)
     else:
         drain(runner.environment, options.drain_seconds)
@@ -304,8 +304,8 @@ def drain(environment: Environment, limit_s: float) -> None:
     if client is None:
         return
     client.stopping.set()
-    patience = time.monotonic() + limit_s
-    while client.in_flight and time.monotonic() < patience:
+    deadline = time.monotonic() + limit_s
+    while client.in_flight and time.monotonic() < deadline:
         gevent.sleep(NAP_S)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dsl-backend judge`: runs a kernel that nobody knows in a process of its own, checks it, and times it.
+"""`dsl-backend judge`: runs an unknown kernel in a process of its own, checks it, and times it.
 
 The judge's process (`command`, `verdict`) makes inputs, owns all tensors, compares results and has the clock. The
 candidate's process (`child`) sees the same memory (`shared`) and is asked to launch. What it answers is never believed:

@@ -46,7 +46,9 @@ ATTENTION: tuple[Case, ...] = (
     Case(id="dense-512-step", dim=512, **STEP, why="the same at a decode step"),
     Case(id="mla-prefill", q_lens=(64,), kv_lens=(64,), heads=(4, 4), dim=192, dim_v=128, page=None, why="packed keys"),
     Case(id="window", dim=128, window=(100, None), **MIXED, why="two bounds of a mask"),
-    Case(id="softcap-sinks", dim=64, softcap=5.0, sinks=True, **MIXED, why="scores bent, and a sink in both kernels"),
+    Case(
+        id="softcap-sinks", dim=64, softcap=5.0, sinks=True, **MIXED, why="modified scores, and a sink in both kernels"
+    ),
     Case(id="alibi", dim=128, alibi=True, **MIXED, why="slopes in registers beside the largest tile"),
     Case(id="per-request", dim=64, causal=(True, False), **MIXED, why="a mask that is known at run time"),
     Case(id="fp8", dim=128, fp8=True, **MIXED, why="widened keys; bytes where e4m3 has no instruction"),

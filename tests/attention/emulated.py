@@ -3,12 +3,14 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import emulator
+from dsl_backend.attention.cute import dequant
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.runtime.target import from_arch
@@ -22,6 +24,7 @@ from tests.attention.unseen import expected_of
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
+DEQUANT_FILE = Path(dequant.__file__).name
 # Makes a planner's kernel for short or for long queries: (planner, for short ones) -> kernel.
 Maker = Callable[[Planner, bool], Kernel]
 
@@ -63,11 +66,11 @@ def emulate(
     return machine.profile
 
 
-def widening_conflicts(profile: Profile) -> list[str]:
-    """Where the widening role's accesses to shared memory meet in a bank."""
+def dequant_conflicts(profile: Profile) -> list[str]:
+    """Where the dequantization warps' accesses to shared memory meet in a bank."""
     (kernel,) = (one for one in summary(profile).kernels if "Forward" in one.name)
     assert any("conversions" in role.instructions for role in kernel.roles)
-    return [site.source for site in kernel.conflicts if "widen" in site.source]
+    return [site.source for site in kernel.conflicts if DEQUANT_FILE in site.source]
 
 
 def scratch() -> Workspace:
@@ -103,7 +106,7 @@ FP8_CASES = (
         dim=128,
         page=64,
         fp8=True,
-        why="copies of 128 bytes, whose rows are widened in pairs",
+        why="copies of 128 bytes, whose rows are dequantized in pairs",
     ),
     Case(id="fp8-256", q_lens=(2, 40), kv_lens=(150, 100), dim=256, dtype=FP16, fp8=True, why="two copies a row"),
     Case(id="fp8-96", q_lens=(1, 20), kv_lens=(200, 90), dim=96, page=32, fp8=True, why="copies of 32 bytes"),
@@ -165,7 +168,7 @@ WIDE_CASES = (
         alibi=True,
         q_gain=4.0,
         nan_request=1,
-        why="rows of nobody beside those of seven heads; a NaN stays its request's",
+        why="rows that belong to no head beside those of seven heads; a NaN stays its request's",
     ),
     Case(
         id="wide-values",
@@ -187,7 +190,7 @@ WIDE_CASES = (
         page=None,
         why="values are whole, queries take as much room",
     ),
-    Case(id="fp8", q_lens=(2, 40), kv_lens=(200, 60), dim=384, page=32, fp8=True, why="slices are widened"),
+    Case(id="fp8", q_lens=(2, 40), kv_lens=(200, 60), dim=384, page=32, fp8=True, why="slices are dequantized"),
 )
 QUICK_WIDE = ("parts", "window-sinks")
 # Keys that share a ring with narrower values: more key tiles than it has places, twice over, and items of a single one.
@@ -265,7 +268,7 @@ PAIR_CASES = (
         causality=FULL,
         alibi=True,
         q_gain=4.0,
-        why="packed keys, which begin anywhere; sums that shrink often",
+        why="packed keys, which begin anywhere; O is rescaled often",
     ),
     Case(
         id="one-page",

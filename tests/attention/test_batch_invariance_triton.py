@@ -114,7 +114,7 @@ RUNS = (
     Run("mla-fp8", mla_prompts(2, (288, 256), 37, 34, fp8=True), chunks=((5, 1),), decoded=1, full=True),
     Run("gqa-gpu", prompts(*LONG, heads=(32, 8), dim=128), **ON_GPU),
     Run("window-gpu", prompts(*LONG, heads=(16, 2), dim=128, window=(1023, None), sinks=True), **ON_GPU),
-    Run("bent-gpu", prompts(*LONG, heads=(8, 4), dim=256, softcap=30.0, alibi=True), **ON_GPU),
+    Run("score-mods-gpu", prompts(*LONG, heads=(8, 4), dim=256, softcap=30.0, alibi=True), **ON_GPU),
     Run("fp8-gpu", prompts(*LONG, heads=(16, 4), dim=128, fp8=True), **ON_GPU),
     Run("mla-gpu", mla_prompts(16, (576, 512), 2100, 700, 1, page=64), **ON_GPU),
 )

@@ -11,7 +11,7 @@ from dsl_backend.attention.dispatch import Operation, choose
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP8, FP16, by_id, mla
 from tests.attention import mla_cases
-from tests.attention.emulated import widening_conflicts
+from tests.attention.emulated import dequant_conflicts
 from tests.attention.mla_cases import EVERYWHERE, SCHEDULES, Run, emulate
 
 TARGET = from_arch("sm_100a")
@@ -131,7 +131,7 @@ def test_run(seed: int, run: Run) -> None:
 
 @pytest.mark.full
 def test_dequantization_hits_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_100a", MlaSplitKV, DEQUANT)) == []
+    assert dequant_conflicts(emulate(mla_cases.FP8[0], 0, "sm_100a", MlaSplitKV, DEQUANT)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])

@@ -16,7 +16,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP8, by_id, mla
 from tests.attention import mla_cases
-from tests.attention.emulated import widening_conflicts
+from tests.attention.emulated import dequant_conflicts
 from tests.attention.mla_cases import EVERYWHERE, Run, emulate
 
 TARGET = from_arch("sm_90a")
@@ -132,7 +132,7 @@ def test_run(seed: int, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_dequantization_hits_no_bank_twice() -> None:
-    assert widening_conflicts(emulate(mla_cases.FP8[0], 0, "sm_90a", MlaSplitKV, DEQUANT)) == []
+    assert dequant_conflicts(emulate(mla_cases.FP8[0], 0, "sm_90a", MlaSplitKV, DEQUANT)) == []
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])
@@ -180,9 +180,9 @@ def test_objections_to_fp8(config: MlaConfig, reason: str) -> None:
 def test_roles_share_what_a_block_starts_with(dequant_stages: int) -> None:
     """A role would wait for ever for registers that no other gives away; no product has more than there are."""
     config = MlaConfig(dequant_stages=dequant_stages)
-    math, other, widening = config.registers
+    math, other, dequant = config.registers
     first = SM_REGISTERS // config.threads // 8 * 8
-    assert (GROUPS * math + other + widening) * 128 <= first * config.threads
+    assert (GROUPS * math + other + dequant) * 128 <= first * config.threads
     assert config.columns(512) // 2 + WGMMA_SPARE_REGISTERS <= first
 
 

@@ -47,10 +47,10 @@ from tests.attention.emulated import (
     SERVED_FP8,
     SHARED_RING_CASES,
     WIDE_CASES,
+    dequant_conflicts,
     emulate,
     numbered,
     scratch,
-    widening_conflicts,
 )
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
@@ -522,9 +522,9 @@ def test_fp8_by_default_on_every_schedule(case: Case, index: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("dim", [128, 64, 96, 48], ids="dim-{}".format)
-def test_widening_meets_no_bank_twice(dim: int) -> None:
+def test_dequantization_hits_no_bank_twice(dim: int) -> None:
     case = Case(q_lens=(1,), kv_lens=(130,), heads=(1, 1), dim=dim, fp8=True)
-    assert widening_conflicts(emulate(case, "sm_100a", defaults, 0)) == []
+    assert dequant_conflicts(emulate(case, "sm_100a", defaults, 0)) == []
 
 
 @pytest.mark.parametrize("dim", [*range(16, 257, 16), 384])

@@ -27,10 +27,10 @@ from tests.attention.emulated import (
     SERVED,
     SERVED_FP8,
     WIDE_CASES,
+    dequant_conflicts,
     emulate,
     numbered,
     scratch,
-    widening_conflicts,
 )
 
 ALL = (*SERVED, *SERVED_FP8, *FP8_CASES)
@@ -129,7 +129,7 @@ def test_fp8_on_every_schedule(index: int) -> None:
 def test_dequantization_has_no_bank_conflicts(dim: int) -> None:
     case = Case(q_lens=(1,), kv_lens=(130,), heads=(1, 1), dim=dim, fp8=True)
     profile = emulate(case, "sm_90a", lambda planner, short: make(planner, short, 0), 0)
-    assert widening_conflicts(profile) == []
+    assert dequant_conflicts(profile) == []
 
 
 @pytest.mark.parametrize("dim", [*range(16, 257, 16), 384, 512])

@@ -240,7 +240,7 @@ WINDOWS = [
         sinks=True,
         softcap=5.0,
         alibi=True,
-        why="scores that are bent are NaN too until they are masked",
+        why="modified scores are NaN too until they are masked",
     ),
     stale(
         "splits",

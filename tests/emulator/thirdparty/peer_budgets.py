@@ -58,10 +58,10 @@ def judge(out: torch.Tensor, expected: Expected) -> Verdict:
     finite = right.isfinite() & found.isfinite()
     same = finite | (found == right) | (found.isnan() & right.isnan())
     error = torch.where(finite, (found - right).abs(), torch.where(same, 0.0, math.inf))
-    slack = torch.where(finite & naive.isfinite(), (naive.double() - right).abs(), 0.0)
+    naive_error = torch.where(finite & naive.isfinite(), (naive.double() - right).abs(), 0.0)
     size = torch.where(right.isfinite(), right.abs(), 0.0)
     ulps = ULPS * torch.finfo(out.dtype).eps * (row_most(size) + expected.magnitude)
-    budget = FACTOR * row_most(slack) + ulps + expected.absolute
+    budget = FACTOR * row_most(naive_error) + ulps + expected.absolute
     over = error - budget
     worst = int(over.argmax())
     return Verdict(

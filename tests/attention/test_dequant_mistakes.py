@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute import dequant as widen
+from dsl_backend.attention.cute import dequant
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm90 import dense_kernel as forward
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
@@ -36,10 +36,10 @@ ARRIVES = "        self.arrive(self.taken + fp8_stage * parts, self.num_ctas)\n"
 
 def early() -> Mistake:
     """The code from the wait before the stores to the arrival after them, with the arrival moved before the stores."""
-    source = inspect.getsource(widen)
+    source = inspect.getsource(dequant)
     said = source[source.index(WAITS) : source.index(ARRIVES) + len(ARRIVES)]
     moved = f"            if cutlass.const_expr(last == rounds):\n        {ARRIVES}"
-    return Mistake("released before the stores", widen, said, moved + said.removesuffix(ARRIVES))
+    return Mistake("released before the stores", dequant, said, moved + said.removesuffix(ARRIVES))
 
 
 def run(index: int) -> None:
