@@ -13,7 +13,7 @@ class Unsupported(EmulatorError):
 
 
 class HostError(EmulatorError):
-    """The host side cannot go on: no compiler, a tensor that is not on the CPU, a function of another arch."""
+    """The host side cannot continue: no compiler, a tensor that is not on the CPU, a function of another arch."""
 
 
 class LaunchError(EmulatorError):

@@ -153,7 +153,7 @@ def test_kernels_are_those_of_dispatch() -> None:
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
 def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
-    """With every kernel of the table; something serves them everywhere, but for what a CPU does not promise."""
+    """With every kernel of the table; something serves them everywhere, except for what a CPU does not promise."""
     layers = {layer["name"]: layer for layer in report("--arch", arch)["layers"]}
     for name in ("product", "SwiGLU", "GeGLU", "gpt-oss' SwiGLU", "SwiGLU, batch invariant"):
         (operation,) = layers[name]["operations"]

@@ -72,7 +72,7 @@ def shifted(keys: int, draw: torch.Generator) -> Sample:
 
 
 def needle(keys: int, draw: torch.Generator) -> Sample:
-    """Normal numbers, but for one key in the middle that each query gives about half of its weight."""
+    """Normal numbers, except for one key in the middle that each query gives about half of its weight."""
     sample, place = random_rows(keys, draw), keys // 3
     direction = torch.randn(HEAD_DIM, generator=draw, dtype=torch.float64)
     direction /= direction.norm()

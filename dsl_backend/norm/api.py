@@ -14,7 +14,7 @@ The arithmetic is float32, with these rounding points:
    saturates at 448. A computed scale is max|y| / 448 of the row, and at least 1 / (448 * 512).
 
 The reciprocals are float32. A row with NaN becomes NaN, and so does its computed scale. Where the sum of squares
-overflows float32, a row becomes 0, but for the elements that are infinite themselves or times their weight: these
+overflows float32, a row becomes 0, except for the elements that are infinite themselves or times their weight: these
 become NaN.
 """
 

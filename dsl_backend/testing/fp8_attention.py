@@ -2,7 +2,7 @@
 """Attention with products in 8 bits, in torch: what a kernel that rounds in these places computes, and its budget.
 
 The oracle of `reference.attention` says how far 8 bits are from exact attention. This says whether a kernel computes
-what it means to: its errors against it are those of float32, but for a P that lies between two numbers of e4m3.
+what it means to: its errors against it are those of float32, except for a P that lies between two numbers of e4m3.
 """
 
 import math

@@ -302,7 +302,7 @@ class Warp:
             self._passing = False
 
     def check_rows(self, rows: NDArray[np.int64], *, reads: bool) -> None:
-        """Faults of many registers of up to 32 bits that the instruction at hand reads, or writes."""
+        """Faults of many registers of up to 32 bits that the current instruction reads, or writes."""
         mask = self.event.mask
         if self.busy[rows].any() or (reads and (~self.init[rows] & np.uint32(mask)).any()):
             for row in rows:

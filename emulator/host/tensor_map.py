@@ -4,8 +4,8 @@
 NVIDIA documents how to make a tensor map (`cuTensorMapEncodeTiled`) and not what is in it. The layout below was read
 off the stores in the printed host IR of the tested releases, and tests compile kernels over boxes, strides, swizzles,
 types and ranks to see that each field comes back. A bit that was never seen set is refused: interleaving, a fill that
-is not zero and im2col must be behind some of them. The driver's own maps (CUDA 13.0, on an H200) are the same but for
-the 2, which is 0 there, and for the bytes of a box at 64 and the alignment of its pattern at 72; a GPU takes both.
+is not zero and im2col must be behind some of them. The driver's own maps (CUDA 13.0, on an H200) are the same except
+for the 2, which is 0 there, and for the bytes of a box at 64 and the alignment of its pattern at 72; a GPU takes both.
 
     byte  0  address, u64
           8  u32: [3:0] 2 or 0, [6:4] rank - 1, [10:7] type, [15:13] swizzle, [16] tf32, [18:17] L2 promotion,
@@ -83,7 +83,7 @@ class TensorMap:
         strides: bytes between elements of the dimensions 1 and up: one fewer than dims.
         box: elements of a copy, in each dimension.
         element_strides: 1 where every element is copied; nothing else was seen.
-        element: a type of 8 bits and up says only how wide it is, but for floats that are not 8 bits wide.
+        element: a type of 8 bits and up says only how wide it is, except for floats that are not 8 bits wide.
         tf32: 32-bit floats are rounded to tf32 on their way.
         swizzle: span of the pattern in bytes: 0, 32, 64 or 128.
         interleave: always 0, others are refused.

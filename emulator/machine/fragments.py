@@ -262,7 +262,7 @@ class Mma:
         return a, b, c, d
 
     def multiply(self, a: Registers, b: Registers, c: Registers) -> Registers:
-        """Registers of d. Products and sums are exact but for float64's rounding; one rounding to d's type follows."""
+        """Registers of d. Products and sums are exact up to float64's rounding; one rounding to d's type follows."""
         left = decode(a_matrix(a, WIDTHS[self.a_type]), self.a_type)
         right = decode(b_matrix(b, WIDTHS[self.b_type]), self.b_type)
         return accumulate(contract(left, right), c, self.c_type, self.d_type, saturate=self.saturate)[0]

@@ -67,7 +67,7 @@ class Run:
         order: the launch's place among those that overlap.
         votes: of barrier.red: each warp's predicates and lanes, by barrier and round.
         flags: what was released to words of memory, by their address: (cluster's rank or -1, address).
-        recorder: keeps what the warps do; None where nobody asks for it.
+        recorder: keeps what the warps do; None if it is not needed.
         stand_for: clusters of the grid that each one which runs stands for: who claims the next tile by a counter in
             global memory finds that the others have claimed theirs.
     """
@@ -274,7 +274,7 @@ class Run:
                 self._collect(cluster)
 
     def turn(self) -> bool:
-        """A turn of every warp, and of asynchronous work; False if nobody can go on.
+        """A turn of every warp, and of asynchronous work; False if nobody can continue.
 
         Raises:
             Abort: a finding makes going on impossible.
@@ -293,7 +293,7 @@ class Run:
             moved |= runners[position].step()
             self.tasks.turn()
         if not moved and self.progress == before:
-            # Nobody can go on by itself: the time for what was issued, then for waits with a limit.
+            # Nobody can continue by itself: the time for what was issued, then for waits with a limit.
             moved = self.tasks.run_one()
             if moved:
                 self.progress += 1

@@ -76,7 +76,7 @@ class Loads:
         runner.at_end.append(self._end)
 
     def begin(self, cta: "Cta", words: Words) -> None:
-        """The instruction at hand loads words, perhaps not the first ones."""
+        """The current instruction loads words, perhaps not the first ones."""
         runner = self.runner
         index, moment = runner.index, runner.warp.executed
         load = self.under_way.get(index)
@@ -103,7 +103,7 @@ class Loads:
         return self.runner.index in load.uses or self._executed(load.uses) != load.before
 
     def _tick(self) -> None:
-        """The instruction at hand may let others know what happened so far."""
+        """The current instruction may let others know what happened so far."""
         self.settle()
         static, at = self.runner.run.program.overtaken, self.runner.index
         if at in static.fences:
@@ -145,7 +145,7 @@ class Loads:
 
 
 def begin(runner: "Runner", cta: "Cta", words: "Words | slice") -> None:
-    """Record that the instruction at hand, which an arrival may overtake, loads words of shared memory."""
+    """Record that the current instruction, which an arrival may overtake, loads words of shared memory."""
     if runner.loads is None:
         runner.loads = Loads(runner)
     assert not isinstance(words, slice)

@@ -48,7 +48,7 @@ class KernelProfile:
         self.amounts[what, warp, index] += amount
 
     def waited(self, warp: int, index: int, ready: bool) -> None:
-        """A warp came to an instruction that may wait; whether it could go on at once."""
+        """A warp came to an instruction that may wait; whether it could continue at once."""
         self.amounts[WAITS, warp, index] += 1
         if not ready:
             self.amounts[BLOCKED, warp, index] += 1

@@ -37,7 +37,7 @@ KINDS = {
 
 
 class Abort(Exception):
-    """The launch cannot go on: the finding says why."""
+    """The launch cannot continue: the finding says why."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Runner:
 
     Attributes:
         number: in its CTA.
-        mask: lanes that the instruction at hand executes for.
+        mask: lanes that the current instruction executes for.
         index: of that instruction.
         groups: asynchronous groups: committed so far and open, by source; see `component`.
         fence: what was known at the last fence: a relaxed store behind it releases that.

@@ -2,7 +2,7 @@
 """Asynchronous work that was issued and is not done: when it is done is up to the schedule.
 
 The three schedules are adversaries of a kernel's synchronization: `eager` does everything at once, `lazy` does a piece
-of work only when no warp can go on without one, `random` draws between the two at every turn.
+of work only when no warp can continue without one, `random` draws between the two at every turn.
 """
 
 import random

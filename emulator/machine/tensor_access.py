@@ -8,7 +8,7 @@ tcgen05.fence::before_thread_sync before it arrives, and tcgen05.commit is one; 
 tcgen05.fence::after_thread_sync before its next access. CUTLASS's pipelines have neither, so that one which is missing
 is a warning. A fence does not wait: loads and stores that nobody waited for are in no order, fenced or not.
 
-The history has one word for 16 lanes of a column. Every access touches those together, but for tcgen05.cp.4x256b and
+The history has one word for 16 lanes of a column. Every access touches those together, except for tcgen05.cp.4x256b and
 for lanes that an MMA's masks disable: of these the history believes that they touch all 16.
 """
 

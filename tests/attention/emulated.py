@@ -78,7 +78,7 @@ def scratch() -> Workspace:
 
 
 def numbered(cases: Sequence[Case], quick: Collection[str]) -> pytest.MarkDecorator:
-    """A test of each case and its index; `full` but for those whose ids are quick."""
+    """A test of each case and its index; `full` except for those whose ids are quick."""
     return pytest.mark.parametrize(
         ("index", "case"),
         [

@@ -63,7 +63,7 @@ class ScaledEmulated:
 
 
 def outputs(case: ScaledCase, given_scale: torch.Tensor | None) -> Outputs:
-    """Where a kernel writes to: NaN, but for a scale that is given."""
+    """Where a kernel writes to: NaN, except for a scale that is given."""
     kind = case.out_kind
     out = torch.full((case.rows, case.n), torch.nan).to(case.dtype if kind is None else kind.values)
     if kind is None or given_scale is not None:

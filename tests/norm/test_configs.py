@@ -33,7 +33,7 @@ def test_every_width_up_to_a_quarter_million_is_served(dtype: torch.dtype, quant
         config = default_config(problem)
         assert config.objections(problem, SMEM_BYTES) == [], f"{problem}: {config}"
         assert config.vector * dtype.itemsize <= ACCESS_BYTES
-        # No thread of a row is without work, but for the rounding to powers of two.
+        # No thread of a row is without work, except for the rounding to powers of two.
         assert config.tile_elements - width < max(width, config.threads_per_row * config.cluster * 8)
 
 

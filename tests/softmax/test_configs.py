@@ -39,7 +39,7 @@ def test_every_width_is_served(dtype: torch.dtype, out_dtype: torch.dtype) -> No
         assert config.objections(problem, SMEM_BYTES) == [], f"{problem}: {config}"
         assert config.vector * max(dtype.itemsize, out_dtype.itemsize) <= ACCESS_BYTES
         assert config.two_pass == (width > 524288), f"{problem}: {config}"
-        # No thread of a row is without work, but for the rounding to powers of two.
+        # No thread of a row is without work, except for the rounding to powers of two.
         assert config.two_pass or config.tile_elements - width < max(width, config.threads_per_row * config.cluster * 8)
 
 

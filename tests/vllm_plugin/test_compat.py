@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of differences between versions describes the vLLM at hand."""
+"""The list of differences between versions describes the installed vLLM."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each change to vLLM is in the list, can be installed, and is needed by the vLLM at hand."""
+"""Each change to vLLM is in the list, can be installed, and is needed by the installed vLLM."""
 
 import ast
 import dataclasses

@@ -288,7 +288,7 @@ TARGET = replace(from_arch("sm_90a"), gpu=GPU)
 
 @pytest.fixture
 def records(monkeypatch: pytest.MonkeyPatch) -> None:
-    """o_proj was faster with 1 to 8 rows, and slower with 9 to 16, on the GPU at hand."""
+    """o_proj was faster with 1 to 8 rows, and slower with 9 to 16, on this GPU."""
 
     def record(least: int, most: int, config: Any) -> Any:
         problem = tuned.problem_of(K, K, False, BF16, TARGET.sm_count).of_rows(least, most)

@@ -742,7 +742,7 @@ def test_all_plans_are_made_at_the_first_step(made: Any) -> None:
 
 
 def test_three_kinds_of_batches(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels see the same parameters in all batches, but for those that say how often a row is read."""
+    """Kernels see the same parameters in all batches, except for those that say how often a row is read."""
     module, make = made
     runner = Runner(make())
     sampler.decide(runner, module)

@@ -59,7 +59,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def some_drafts(tokens: torch.Tensor) -> torch.Tensor:
-    """Inputs [rows]: the drafts are the tokens that are drawn, but for the last draft of the third request."""
+    """Inputs [rows]: the drafts are the tokens that are drawn, except for the last draft of the third request."""
     inputs = tokens.roll(1).int()
     inputs[CU_ROWS[3] - 1] = (tokens[CU_ROWS[3] - 2] + 1) % VOCAB
     return inputs

@@ -34,7 +34,7 @@ class ExpertsScratch(NamedTuple):
 
 
 class DecodeScratch(NamedTuple):
-    """Memory of a launch for few tokens; contents undefined before and after it, but for the flags.
+    """Memory of a launch for few tokens; contents undefined before and after it, except for the flags.
 
     Attributes:
         hidden: [D, M, I], the activation's result of every token for each chosen expert, zeros where it has not that

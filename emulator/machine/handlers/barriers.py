@@ -456,7 +456,7 @@ def comes_too_early(runner: Runner, pending: list[Awaited]) -> bool:
 
 @executes("mbarrier.try_wait", "mbarrier.try_wait.parity", "mbarrier.test_wait", "mbarrier.test_wait.parity")
 def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
-    """`try_wait` suspends until the phase is complete or, when nothing else can go on, until time is up."""
+    """`try_wait` suspends until the phase is complete or, when nothing else can continue, until time is up."""
     to = instr["p"]
     assert to is not None
     everyone, pending = runner.mask, awaited(runner, instr)

@@ -50,7 +50,7 @@ class Issue:
 
     @classmethod
     def of(cls, runner: "Runner", *, generic: bool = False) -> "Issue":
-        """Of the instruction at hand.
+        """Of the current instruction.
 
         Args:
             generic: it makes its accesses by the generic proxy, not by the async proxy.

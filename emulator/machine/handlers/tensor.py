@@ -263,7 +263,7 @@ def loads_of(runner: Runner) -> Work:
 
 
 def watch_uses(runner: Runner, work: Work, number: int) -> None:
-    """The load at hand is the operation of that number: its registers' uses are noted anew until the warp waits."""
+    """The current load is the operation of that number: its registers' uses are noted anew until the warp waits."""
     if work.pending:
         runner.drain_faults()
     else:

@@ -255,7 +255,7 @@ def logic() -> list[Op]:
 
 
 def floats() -> list[Op]:
-    """9.7.3 but for the approximate units."""
+    """9.7.3 except for the approximate units."""
     found = ops(f"[add|sub|mul][|{ROUND}][|.ftz][|.sat].f32", "T", "T", "T")
     found += ops(f"[add|sub|mul][|{ROUND}].f64", "T", "T", "T", rule=ANY_NAN["f64"])
     found += ops(f"fma[{ROUND}][|.ftz][|.sat].f32", "T", "T", "T", "T")

@@ -193,7 +193,7 @@ SAME_MEANING = (8 * 8 + 1, 8 * 8 + 21)
 
 
 def test_every_bit_is_read_or_refused() -> None:
-    """None of the written bits may be overlooked, but for the one that says that a tensor is large."""
+    """None of the written bits may be overlooked, except for the one that says that a tensor is large."""
     plain = decode(EXAMPLE)
     for bit in range(64 * 8):
         changed = bytearray(EXAMPLE)

@@ -7,7 +7,7 @@ term has behind the 23rd bit of the largest one, where the emulator rounds the e
 And mul.f32, add.f32 and sub.f32 without .rn may be contracted to fma by the assembler.
 
 An error of 2^-22 turns one in some 2^13 roundings to bfloat16, one in 2^10 to float16: results of 16 bits are the same
-but for a few, which are neighbours. float32 shows the errors themselves, in any share of the elements. The numbers
+except for a few, which are neighbours. float32 shows the errors themselves, in any share of the elements. The numbers
 below are about twice the most that an H200 gave (2026-11-22), which stands beside them.
 """
 
