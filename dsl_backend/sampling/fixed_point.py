@@ -2,19 +2,22 @@
 """The fixed-point format of probabilities, and the other constants of the sampler's definition.
 
 A token's probability before normalization, exp((max x - x) / -T) for its logit x and the temperature T, is an integer
-here. It is computed by one subtraction and one product in float32 and integer operations. The order of integer
-additions does not matter, so every kernel on every device finds the same masses and draws the same token, bit for bit:
+here. It is computed in float32 by operations that IEEE 754 defines, each rounded once to the nearest, ties to even. The
+order of integer additions does not matter, so every kernel on every device finds the same masses and draws the same
+token, bit for bit:
 
 1. scale = EXPONENT_SCALE / T in float32, once for a row;
-2. exponent = floor(min((reference - x) * scale, MAX_EXPONENT)): how far x lies below a reference logit, in base 2 with
-   FRACTION_BITS fraction bits; MAX_EXPONENT for NaN, and 0 for an x above the reference;
-3. mantissa = 2**MANTISSA_BITS * 2**-f for the exponent's fraction f, a polynomial by Horner's rule:
-   h = EXP2_COEFFICIENTS[i] + ((F * h) >> 32), where F = 2**32 - 1 - (f as a 32-bit fraction);
-4. mass = mantissa >> (the exponent's integer part), in units of 2**-MANTISSA_BITS; the same in units of 2**-PROB_BITS
-   is called prob.
+2. exponent = (reference - x) * scale, of the difference in float32 and not rounded again: how far x lies below a
+   reference logit, in base 2; 0 for an x above the reference, and MAX_EXPONENT for NaN and for more than that;
+3. exponent = -(n + f) for the nearest integer n, the even one of two, and f from -1/2 to 1/2, which is rounded to a
+   float32: one fma(x - reference, scale, constant) finds n, and fma(x - reference, scale, -n) f;
+4. 2**f is a polynomial by Horner's rule: h = fma(f, h, EXP2_COEFFICIENTS[i]);
+5. mass = h * 2**n in units of 2**-MANTISSA_BITS, without its fraction. The same in units of 2**-PROB_BITS, which has
+   more bits, is called prob.
 
-Both never grow with the exponent, and are exactly 1 at the reference. The relative error is below 1.3e-7 by the
-polynomial, and below 1.4e-7 for each power of two of the distance by float32; or the absolute error is below a unit.
+Both never grow with the exponent, and are exactly 1 at the reference. The relative error is below 2e-7 by the
+polynomial, and below 1.4e-7 for each power of two of the distance by float32; or the absolute error is
+below a unit.
 
 Blocks. A block is BLOCK adjacent logits of a row. Its masses are relative to a reference of its own, its largest logit,
 and a weight says what the reference is in the row: the prob of the block's maximum below the row's. A sum of the
@@ -22,16 +25,17 @@ block's first masses counts floor(sum * weight / 2**MANTISSA_BITS) in the row. S
 maximum is known, and a row is read once.
 """
 
-FRACTION_BITS = 24
-EXPONENT_SCALE = 24204406.0  # round(log2(e) * 2**24), a float32
-# From 41 * 2**24 on a prob is 0; the integer part stays below 64.
-MAX_EXPONENT = 63.0 * 2**24
+EXPONENT_SCALE = 1.44269502162933349609375  # log2(e) as a float32
+# From 41 on a prob is 0.
+MAX_EXPONENT = 62.0
 MANTISSA_BITS = 29
 PROB_BITS = 40
-# 2**g on [0, 1] in units of 2**-28: 1 + g plus g(1 - g) times a weighted fit, so that both ends are exact and the
-# function is continuous at each power of two. The first one is such that F = 2**32 - 1 gives 2**29 in spite of the
-# truncations. The relative error is 1.2e-7; tests/sampling checks all 2**24 fractions.
-EXP2_COEFFICIENTS = (268435461, 186066502, 64467264, 14983712, 2413502, 504476)
+# 2**f on [-1/2, 1/2]: a weighted fit that is exact at 0, and continuous at each power of two. All are float32. The
+# relative error is 1.7e-7; tests/sampling checks all multiples of 2**-23.
+EXP2_COEFFICIENTS = (
+    *(1.0, 0.6931470036506653, 0.24022242426872253),
+    *(0.05550733581185341, 0.009671512991189957, 0.001326472731307149),
+)
 BLOCK = 512
 
 # A sum of probabilities stays below 2**62: their products are computed in halves of 31 bits.

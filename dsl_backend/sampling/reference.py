@@ -73,28 +73,44 @@ def scale_of(temperature: torch.Tensor) -> torch.Tensor:
 
 
 def exponents(x: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """How far x is below a reference, int64 in fixed point; all three broadcast. No infinite reference but -inf."""
-    limit = x.new_tensor(fixed_point.MAX_EXPONENT)
-    return torch.fmin((reference - x) * scale, limit).clamp(min=0.0).long()
+    """How far x is below a reference, float64; all three broadcast. No infinite reference but -inf."""
+    # The product of two float32 is exact in float64.
+    exponent = (reference - x).double() * scale.double()
+    return torch.fmin(exponent, exponent.new_tensor(fixed_point.MAX_EXPONENT)).clamp(min=0.0)
 
 
-def mantissas(exponent: torch.Tensor) -> torch.Tensor:
-    fraction = ~(exponent << (32 - fixed_point.FRACTION_BITS)) & LOW_32
-    h = torch.full_like(exponent, fixed_point.EXP2_COEFFICIENTS[-1])
+def fma(a: torch.Tensor, b: torch.Tensor, c: float) -> torch.Tensor:
+    """A * b + c of float64 that are float32, rounded once to float32."""
+    product = a * b  # exact
+    total = product + c
+    # Where float64 has rounded the sum to the middle of two float32, its error says which one is nearer.
+    middle = (total.view(torch.int64) & (1 << 29) - 1) == 1 << 28
+    if middle.any():
+        part = total - product
+        error = (product - (total - part)) + (c - part)
+        beside = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).to(total))
+        total = torch.where(middle & (error != 0), beside, total)
+    return total.float().double()
+
+
+def powers(exponent: torch.Tensor) -> torch.Tensor:
+    """2**-exponent: float64 that are float32."""
+    n = -exponent.round()
+    f = (-exponent - n).float().double()
+    h = torch.full_like(f, fixed_point.EXP2_COEFFICIENTS[-1])
     for coefficient in fixed_point.EXP2_COEFFICIENTS[-2::-1]:
-        h = coefficient + ((fraction * h) >> 32)
-    return h
+        h = fma(f, h, coefficient)
+    return h / (1 << -n.long())
 
 
 def masses(exponent: torch.Tensor) -> torch.Tensor:
     """The probabilities at exponents before normalization: int64, 2**29 at 0."""
-    return mantissas(exponent) >> (exponent >> fixed_point.FRACTION_BITS)
+    return (powers(exponent) * float(1 << fixed_point.MANTISSA_BITS)).long()
 
 
 def probs(exponent: torch.Tensor) -> torch.Tensor:
     """The probabilities at exponents before normalization: int64, 2**40 at 0."""
-    wide = mantissas(exponent) << (fixed_point.PROB_BITS - fixed_point.MANTISSA_BITS)
-    return wide >> (exponent >> fixed_point.FRACTION_BITS)
+    return (powers(exponent) * float(1 << fixed_point.PROB_BITS)).long()
 
 
 def weighted(mass_sum: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -19,19 +19,20 @@ FITS = ClusterConfig(cluster=4, threads=512, vector=4)
 
 
 @pytest.mark.parametrize(
-    ("rows", "reread", "cluster"),
-    [(1, False, 16), (8, False, 16), (9, False, 8), (33, False, 8), (34, False, 4), (64, False, 4), (132, False, 2),
-     (133, False, 1), (1024, False, 1), (1, True, 16), (256, True, 8)],
+    ("rows", "top_p_alone", "cluster"),
+    [(1, False, 16), (8, False, 16), (9, False, 8), (16, False, 8), (17, False, 4), (64, False, 2), (67, False, 1),
+     (1024, False, 1), (1, True, 16), (9, True, 8), (33, True, 8), (64, True, 4), (256, True, 2)],
 )  # fmt: skip
-def test_cluster_of_a_row(rows: int, reread: bool, cluster: int) -> None:
-    config = ClusterConfig.default(QWEN, H200, rows, 4, reread)
-    assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
+def test_cluster_of_a_row(rows: int, top_p_alone: bool, cluster: int) -> None:
+    config = ClusterConfig.default(QWEN, H200, rows, 4, top_p_alone)
+    assert config == ClusterConfig(cluster=cluster, threads=512, vector=4, blocks_ahead=int(cluster > 1))
     assert config.objections(QWEN, H200) == []
 
 
-@pytest.mark.parametrize(("vocab", "cluster"), [(1, 1), (2048, 1), (2049, 2), (32768, 16)])
+@pytest.mark.parametrize(("vocab", "cluster"), [(1, 1), (8192, 1), (8193, 2), (32768, 4), (151936, 16)])
 def test_small_vocabularies_have_small_clusters(vocab: int, cluster: int) -> None:
     assert ClusterConfig.default(SamplingSpec(vocab=vocab), H200, 1, 4).cluster == cluster
+    assert ClusterConfig.default(SamplingSpec(vocab=vocab), H200, 1, 4, top_p_alone=True).cluster == cluster
 
 
 @pytest.mark.parametrize("vocab", [2000, 50257, 151936])
@@ -57,6 +58,7 @@ def test_widest_vector(dtype: torch.dtype, vocab: int, vector: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"blocks_ahead": 2}, "blocks_ahead is 2: 0 or 1 is needed"),
         ({"vector": 8}, "vectors of 8 logits: a divisor of 151936 up to 4 is needed"),
         ({"threads": 48}, "threads 48 is not a power of two"),
         ({"threads": 2048}, "2048 threads for each CTA are not from 32 to 1024"),

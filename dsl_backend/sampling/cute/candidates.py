@@ -11,7 +11,7 @@ from dsl_backend.primitives.scan import warp_inclusive_sum
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster, load_peer_smem
-from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw, top_p_of
+from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw, top_p_of, write_token
 from dsl_backend.sampling.cute.scan import WARP, add, cta_sum, load_smem_vector
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -47,8 +47,10 @@ class CandidateSampler:
                 self.count_group_maxima(smem, row, bucket_scale)
                 last_bucket = self.bucket_of_rank(smem, row.top_k)
             self.reader.for_each_logit_of(
+                smem,
                 row,
                 self.is_candidate(row, bucket_scale, last_bucket, thread_max),
+                partial(self.has_candidate, row, bucket_scale, last_bucket),
                 partial(self.append_candidate, smem, row, bucket_scale, last_bucket),
             )
             self.cluster.barrier()
@@ -57,7 +59,7 @@ class CandidateSampler:
 
     @cute.jit
     def is_bounded_by_top_k(self, row: Row):
-        """Whether the groups' maxima bound what top-k keeps. Of a row without top-k they are not those of segments."""
+        """Whether the groups' maxima bound what top-k keeps."""
         top_k = row.top_k
         return top_k < row.vocab and top_k <= self.groups
 
@@ -96,10 +98,13 @@ class CandidateSampler:
     @cute.jit
     def is_candidate(self, row: Row, bucket_scale, last_bucket, x):
         """Whether x may be among the k largest and min-p keeps it. False where its probability is 0."""
-        exponent = fixed_point.exponent_of(x, row.reference, row.scale)
-        kept_by_min_p = row.min_prob == 0 or fixed_point.prob_of(exponent) >= row.min_prob
-        in_range = exponent < cutlass.Uint32(fixed_point.NO_PROB)
-        return kept_by_min_p and in_range and self.bucket_of(row, bucket_scale, x) <= last_bucket
+        prob = fixed_point.prob_of(x, row.reference, row.scale)
+        return prob >= row.min_prob and prob > 0 and self.bucket_of(row, bucket_scale, x) <= last_bucket
+
+    @cute.jit
+    def has_candidate(self, row: Row, bucket_scale, last_bucket, block_max):
+        """Whether a block may have one, by its maximum, which is finite where it is infinite."""
+        return block_max == row.reference or self.is_candidate(row, bucket_scale, last_bucket, block_max)
 
     @cute.jit
     def append_candidate(self, smem: SharedStorage, row: Row, bucket_scale, last_bucket, x, token_id):
@@ -129,13 +134,13 @@ class CandidateSampler:
         return cute.arch.warp_reduction(cta_count, add)
 
     @cute.jit
-    def sample(self, smem: SharedStorage, row: Row, count, token: cute.Pointer):
+    def sample(self, smem: SharedStorage, row: Row, count):
         """Draw a token from the candidates of all CTAs."""
         if self.cluster.rank() == 0:
             self.gather(smem)
         self.cluster.wait_for_peer_reads()
         if self.cluster.rank() == 0:
-            self.filter_and_draw(smem, row, cutlass.Int32(count), token)
+            self.filter_and_draw(smem, row, cutlass.Int32(count))
 
     @cute.jit
     def gather(self, smem: SharedStorage):
@@ -155,25 +160,24 @@ class CandidateSampler:
         cta_barrier()
 
     @cute.jit
-    def filter_and_draw(self, smem: SharedStorage, row: Row, count, token: cute.Pointer):
+    def filter_and_draw(self, smem: SharedStorage, row: Row, count):
         """Apply the filters to the first CTA's candidates and draw. Two steps compare all pairs of candidates."""
         thread = cute.arch.thread_idx()[0]
         for i in cutlass.range(thread, count, self.threads, unroll=1):
-            exponent = fixed_point.exponent_of(smem.sCandX[i], row.reference, row.scale)
-            smem.sCandProb[i] = fixed_point.prob_of(exponent)
+            smem.sCandProb[i] = fixed_point.prob_of(smem.sCandX[i], row.reference, row.scale)
         cta_barrier()
         prob_sum = self.apply_top_k_min_p(smem, row, count)
         top_p = top_p_of(row)
         limit = fixed_point.top_p_limit(top_p, prob_sum)
         draws = cutlass.Int32(0)
         while draws == 0 or prob_sum >= limit:
-            self.draw(smem, count, fixed_point.sampling_target(bits_of_draw(row, draws), prob_sum))
+            self.draw(smem, count, fixed_point.sampling_target(bits_of_draw(smem, row, draws), prob_sum))
             prob_sum = cutlass.Uint64(0)
             if top_p < 1.0:
                 prob_sum = self.keep_likelier(smem, count)
             draws = draws + 1
         if thread == 0:
-            fixed_point.store_token(token, smem.sCandId[smem.sIndex[0]])
+            write_token(row, smem.sCandId[smem.sIndex[0]])
 
     @cute.jit
     def apply_top_k_min_p(self, smem: SharedStorage, row: Row, count):

@@ -4,30 +4,30 @@
 `dsl_backend/sampling/fixed_point.py` defines each operation. Every kernel must compute it in exactly that way.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 from cutlass import cute
 from cutlass.cutlass_dsl import dsl_user_op
 
-from dsl_backend.primitives.math import LOG2_E, exp2
+from dsl_backend.primitives.math import LOG2_E, ROUND_TO_INT, exp2, fma
 from dsl_backend.sampling import fixed_point as constants
 
-LOW_32 = (1 << 32) - 1
 SIGN = 1 << 31
-# From here on a mass is 0, and the shift stays below 32.
-MAX_MASS_EXPONENT = 31.0 * 2**24
-# At and beyond this exponent a prob is 0.
-NO_PROB = (constants.PROB_BITS + 1) << constants.FRACTION_BITS
-# Between the units of masses and of probs.
-MASS_TO_PROB = constants.PROB_BITS - constants.MANTISSA_BITS
+# Bits of a float32's mantissa.
+MANTISSA = 23
+# Of temperature 1: an exponent of 62.
+FARTHEST = -constants.MAX_EXPONENT / LOG2_E
+MASS_ONE, PROB_ONE = float(1 << constants.MANTISSA_BITS), float(1 << constants.PROB_BITS)
 
 
 @dsl_user_op
-def truncate_to_uint(a, *, loc=None, ip=None):
-    """A float32 rounded toward zero as uint32; 0 for NaN and below 0."""
+def truncate_to_uint(a, dtype, *, loc=None, ip=None):
+    """A float32 rounded toward zero as dtype, Uint32 or Uint64; 0 for NaN and below 0."""
     value = cute.arch.inline_ptx(
-        "cvt.rzi.u32.f32 {$w0}, {$r0};", write_only_types=[cutlass.Uint32], read_only_args=[a], loc=loc, ip=ip
+        f"cvt.rzi.u{dtype.width}.f32 {{$w0}}, {{$r0}};", write_only_types=[dtype], read_only_args=[a], loc=loc, ip=ip
     )
-    return cutlass.Uint32(value)
+    return dtype(value)
 
 
 @cute.jit
@@ -54,10 +54,22 @@ def from_ordered_uint(key: cutlass.Uint32):
 # --- exponents and probabilities ---
 
 
-def scale_of(temperature):
-    """What differences of logits are multiplied by; correctly rounded."""
+class Scale(NamedTuple):
+    """What makes exponents of differences of logits.
+
+    Attributes:
+        factor: float32, of the difference.
+        farthest: float32, a difference below which a probability is 0.
+    """
+
+    factor: Any
+    farthest: Any
+
+
+def scale_of(temperature) -> Scale:
+    """Of a temperature, float32; the factor is correctly rounded."""
     usual = cute.arch.fmin(temperature, cutlass.Float32(constants.MAX_TEMPERATURE))
-    return cutlass.Float32(constants.EXPONENT_SCALE) / usual
+    return Scale(cutlass.Float32(constants.EXPONENT_SCALE) / usual, usual * cutlass.Float32(FARTHEST))
 
 
 def finite(x):
@@ -65,33 +77,37 @@ def finite(x):
     return cute.arch.fmin(x, cutlass.Float32(constants.MAX_LOGIT))
 
 
-def exponent_of(x, reference, scale, limit: float = constants.MAX_EXPONENT):
-    """How far x lies below a reference, uint32 in fixed point; the limit for NaN, 0 above the reference."""
-    return truncate_to_uint(cute.arch.fmin((reference - x) * scale, cutlass.Float32(limit)))
+def power_of(x, reference, scale: Scale, one: float, above: bool = False):
+    """The probability of a logit before normalization, float32 in units of its value at the reference over `one`.
 
-
-def mantissa_of(exponent):
-    fraction = ~(exponent << cutlass.Uint32(32 - constants.FRACTION_BITS))
-    h = cutlass.Uint32(constants.EXP2_COEFFICIENTS[-1])
-    for coefficient in constants.EXP2_COEFFICIENTS[-2::-1]:
-        h = cute.arch.mul_hi(fraction, h) + cutlass.Uint32(coefficient)
-    return h
-
-
-def mass_of(x, reference, scale):
-    """The mass of a logit below its block's reference, uint32 in units of 2**-29."""
-    exponent = exponent_of(x, reference, scale, MAX_MASS_EXPONENT)
-    return mantissa_of(exponent) >> (exponent >> cutlass.Uint32(constants.FRACTION_BITS))
-
-
-def prob_of(exponent, mass_to_prob=MASS_TO_PROB):
-    """The probability at an exponent before normalization, uint64 in units of 2**-40.
+    Twelve instructions. Added to a number of 2**23 to 2**24, the exponent is rounded to an integer, which is in the low
+    bits of the sum. These are added to the polynomial's result, at its exponent.
 
     Args:
-        mass_to_prob: 0 for units of 2**-29.
+        one: a power of two.
+        above: x may be above its reference, and then has the reference's probability.
     """
-    wide = cutlass.Uint64(mantissa_of(exponent)) << cutlass.Uint64(mass_to_prob)
-    return wide >> cutlass.Uint64(exponent >> cutlass.Uint32(constants.FRACTION_BITS))
+    below = cute.arch.fmax(x - reference, scale.farthest)
+    if above:
+        below = cute.arch.fmin(below, cutlass.Float32(0.0))
+    rounded = fma(below, scale.factor, cutlass.Float32(ROUND_TO_INT))
+    n = rounded - cutlass.Float32(ROUND_TO_INT)
+    f = fma(below, scale.factor, -n)
+    h = cutlass.Float32(constants.EXP2_COEFFICIENTS[-1] * one)
+    for coefficient in constants.EXP2_COEFFICIENTS[-2::-1]:
+        h = fma(f, h, cutlass.Float32(coefficient * one))
+    integer = rounded.bitcast(cutlass.Uint32) << cutlass.Uint32(MANTISSA)
+    return (h.bitcast(cutlass.Uint32) + integer).bitcast(cutlass.Float32)
+
+
+def mass_of(x, reference, scale, above: bool = False):
+    """The mass of a logit in its block, uint32 in units of 2**-29; `above` as in `power_of`."""
+    return truncate_to_uint(power_of(x, reference, scale, MASS_ONE, above), cutlass.Uint32)
+
+
+def prob_of(x, reference, scale):
+    """The probability of a logit before normalization, uint64 in units of 2**-40."""
+    return truncate_to_uint(power_of(x, reference, scale, PROB_ONE, above=True), cutlass.Uint64)
 
 
 def mul_shift_right(a, b, bits: int):
@@ -143,11 +159,3 @@ def sampling_target(random_bits, prob_sum):
 def is_likelier(x, token_id, bound, bound_id):
     """Whether a token comes before another one in top-p's order; of equal logits the higher id does."""
     return x > bound or (x == bound and token_id > bound_id)
-
-
-# --- the output ---
-
-
-def store_token(token: cute.Pointer, token_id):
-    """Write a row's token."""
-    cute.make_tensor(token, cute.make_layout(1))[0] = token.dtype(token_id)

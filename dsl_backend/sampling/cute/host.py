@@ -120,8 +120,7 @@ class CuteSampler:
         count = len(logits)
         logits = with_expected_strides(logits)
         top_p_alone = parameters.top_p is not None and parameters.top_k is None and parameters.min_p is None
-        reread = top_p_alone or self.spec.logprobs_mode is not None
-        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), reread)
+        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), top_p_alone)
         top_k = self.no_top_k[:count] if parameters.top_k is None else parameters.top_k
         given = replace(
             parameters,

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler for SM90 and SM100: temperature, min-p, top-k, top-p and the draw in one launch, a cluster for each row.
 
-1. The first pass finds the row's maximum. For a row with top-k or min-p, and for a greedy one, it keeps one value for
-   each thread, its maximum logit (`row`). For others it also sums the probabilities of each block (`full_row`).
+1. The first pass finds the row's maximum (`row`). It keeps the maximum of each thread and of each block of 512 logits.
+   For a row without top-k and min-p it also sums the probabilities of each block.
 2. `row_max`: groups of threads share their maxima across the cluster. Groups have no logit in common, so the k-th
    largest of the 256 group maxima bounds the row's k-th largest logit from below.
-3. `candidates`: only threads with a logit above that bound read their logits again. The candidates go to the cluster's
-   first CTA, which applies the filters and draws. Min-p finds its candidates the same way.
+3. `candidates`: only logits of a thread and a block that both have one above that bound are read again. The candidates
+   go to the cluster's first CTA, which applies the filters and draws. Min-p finds its candidates the same way.
 4. `full_row`: a row without top-k and min-p is drawn from the sums of its blocks, and one block is read again. Top-p
-   reads the row once more to accept the token, and again for each token that it does not accept. Rows with too many
-   candidates are sampled so too, after a pass that sums them; `radix_select` finds their k-th largest logit.
+   accepts the token by the sums of the blocks that have a likelier one, or reads these blocks again where their sums do
+   not decide it; and once more for each token that it does not accept. Rows with too many candidates are sampled so
+   too, after a pass that sums them; `radix_select` finds their k-th largest logit.
 
 The same instructions serve SM90 and SM100.
 """
@@ -30,9 +31,8 @@ from dsl_backend.sampling.cute.full_row import FullRowSampler
 from dsl_backend.sampling.cute.likeliest import Likeliest
 from dsl_backend.sampling.cute.philox import random_bits
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import Row, RowReader, Segment, top_k_of
+from dsl_backend.sampling.cute.row import RANDOM_BITS, Logits, Row, RowReader, top_k_of, write_token
 from dsl_backend.sampling.cute.row_max import NO_ID, RowMax
-from dsl_backend.sampling.cute.scan import WARP
 from dsl_backend.sampling.cute.smem import SharedStorage
 from dsl_backend.sampling.spec import LogprobsMode
 
@@ -43,8 +43,6 @@ NUMERIC = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }
-# Index of the random bits in SharedStorage.sResult.
-RANDOM_BITS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +71,7 @@ class Sample:
         self.cluster = Cluster(config.cluster)
         mode = key.logprobs_mode
         self.returns_likeliest = mode is not None
-        self.reader = RowReader(config, NUMERIC[key.dtype], exp_sums=mode is LogprobsMode.RAW_LOGPROBS)
+        self.reader = RowReader(config, self.cluster, NUMERIC[key.dtype], exp_sums=mode is LogprobsMode.RAW_LOGPROBS)
         self.radix = RadixSelect(config, self.cluster, self.reader)
         self.row_max = RowMax(config, self.cluster, self.reader)
         self.candidates = CandidateSampler(config, self.cluster, self.reader)
@@ -108,7 +106,8 @@ class Sample:
         dependent_launch.wait()
 
         index = cute.arch.block_idx()[0]
-        segment = self.segment(args.logits, index)
+        vocab = args.logits.shape[1]
+        logits = Logits(args.logits.iterator + 0, cutlass.Int64(index) * args.logits.stride[0], vocab)
         if cute.arch.warp_idx() == self.config.warps - 1:
             # One warp computes the random bits for all, before it waits for logits.
             bits = random_bits(args.seeds[index], args.positions[index])
@@ -117,22 +116,17 @@ class Sample:
         temperature = args.temperature[index]
         is_random = temperature >= cutlass.Float32(constants.GREEDY_TEMPERATURE)
         scale = fixed_point.scale_of(temperature if is_random else cutlass.Float32(1.0))
-        vocab = args.logits.shape[1]
         top_k, min_prob = top_k_of(args, index), fixed_point.min_p_threshold(args.min_p[index])
-        thread_max, exp_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        by_block = is_random and top_k == vocab and min_prob == 0
-        if by_block:
-            thread_max, exp_sum = self.full_row.sum_masses(storage, segment, vocab, scale)
-        else:
-            thread_max, exp_sum = self.reader.thread_max(segment)
+        # By a vote, so that it is not computed anew for every block.
+        by_block = cutlass.Boolean(cute.arch.vote_any_sync(is_random and top_k == vocab and min_prob == 0))
+        thread_max, exp_sum = self.reader.read(storage, logits, scale, by_block)
         thread_max = fixed_point.canonical(thread_max)
         self.row_max.share_group_max(storage, thread_max)
         row_max, lowest_group_max = self.row_max.reduce(storage)
         self.likeliest.share_exp_sum(storage, exp_sum, thread_max, row_max)
 
         row = Row(
-            segment=segment,
-            vocab=vocab,
+            logits=logits,
             scale=scale,
             row_max=row_max,
             reference=fixed_point.finite(row_max),
@@ -140,78 +134,63 @@ class Sample:
             min_prob=fixed_point.min_p_threshold(args.min_p[index]),
             args=args,
             index=index,
-            random_bits=cutlass.Uint64(storage.sResult[RANDOM_BITS]),
         )
-        token = args.tokens.iterator + index
         if cutlass.const_expr(self.returns_likeliest):
             maxima = (thread_max, lowest_group_max)
-            self.sample_and_rank(storage, row, args, index, is_random, by_block, maxima)
+            self.sample_and_rank(storage, row, args, index, is_random, maxima)
         elif row_max == -cutlass.Float32.inf:
             if self.cluster.rank() == 0 and thread == 0:
-                fixed_point.store_token(token, 0)
+                write_token(row, 0)
         elif is_random:
-            self.sample(storage, row, thread_max, lowest_group_max, token)
+            self.sample(storage, row, thread_max, lowest_group_max)
         else:
-            self.row_max.argmax(storage, row, thread_max, token)
+            self.row_max.argmax(storage, row, thread_max)
 
     @cute.jit
-    def segment(self, mLogits: cute.Tensor, index) -> Segment:
-        """The part of the row that this thread's warp reads."""
-        vocab = mLogits.shape[1]
-        warps, vector = self.config.warps, self.config.vector
-        warp = self.cluster.rank() * warps + cute.arch.warp_idx()
-        steps = cute.ceil_div(vocab, self.config.cluster * warps * WARP * vector)
-        begin = warp * steps * (WARP * vector)
-        end = cutlass.min(begin + steps * (WARP * vector), vocab)
-        offset = cutlass.Int64(index) * mLogits.stride[0]
-        return Segment(base=mLogits.iterator + 0, offset=offset, begin=begin, end=end, steps=steps)
-
-    @cute.jit
-    def sample(self, storage: SharedStorage, row: Row, thread_max, lowest_group_max, token: cute.Pointer):
+    def sample(self, storage: SharedStorage, row: Row, thread_max, lowest_group_max):
         """Draw a token, from the candidates where they are few enough."""
         count = self.candidates.collect(storage, row, thread_max, lowest_group_max)
         if count <= self.config.max_candidates:
-            self.candidates.sample(storage, row, count, token)
+            self.candidates.sample(storage, row, count)
         else:
-            self.full_row.sample(storage, row, token)
+            self.full_row.sample(storage, row)
 
     @cute.jit
-    def sample_and_rank(self, storage: SharedStorage, row: Row, args: SampleArgs, index, is_random, by_block, maxima):
+    def sample_and_rank(self, storage: SharedStorage, row: Row, args: SampleArgs, index, is_random, maxima):
         """Draw a token, and write it with its rank and the likeliest tokens.
 
         Args:
             maxima: of this thread, and the lowest of the groups'.
         """
         wanted = cutlass.max(cutlass.Int32(args.top_ids.shape[1]) - 1, 1)
-        token = args.tokens.iterator + index
         token_id, x, count = cutlass.Int32(0), row.row_max, cutlass.Uint32(0)
         has_candidates = is_random and (self.candidates.is_bounded_by_top_k(row) or row.min_prob > 0)
         is_counted = is_random and not has_candidates
         if row.row_max == -cutlass.Float32.inf:
             if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
-                fixed_point.store_token(token, 0)
+                write_token(row, 0)
             # The sums of exponentials are there.
             self.cluster.barrier()
         else:
-            count = self.likeliest.collect(storage, row, *maxima, wanted, has_candidates, by_block)
+            count = self.likeliest.collect(storage, row, *maxima, wanted, has_candidates)
             fits = count <= self.config.max_candidates
             is_counted = is_counted or not fits
             if is_random and not is_counted:
-                self.candidates.sample(storage, row, count, token)
+                self.candidates.sample(storage, row, count)
                 if self.cluster.rank() == 0:
                     token_id = cutlass.Int32(storage.sCandId[storage.sIndex[0]])
                     x = cutlass.Float32(storage.sCandX[storage.sIndex[0]])
             else:
                 if is_random:
-                    token_id = self.full_row.sample(storage, row, token)
-                    x = fixed_point.canonical(self.reader.load_logit(row.segment, token_id))
+                    token_id = self.full_row.sample(storage, row)
+                    x = fixed_point.canonical(self.reader.load_logit(row.logits, token_id))
                 else:
-                    token_id = self.row_max.argmax(storage, row, maxima[0], token)
+                    token_id = self.row_max.argmax(storage, row, maxima[0])
                 if not fits:
                     self.likeliest.select_exactly(storage, row, wanted)
                     count = cutlass.Uint32(wanted)
                 if is_counted:
-                    self.likeliest.share_rank(storage, row, x, by_block)
+                    self.likeliest.share_rank(storage, row, x)
                 if self.cluster.rank() == 0:
                     self.candidates.gather(storage)
                 self.cluster.barrier()

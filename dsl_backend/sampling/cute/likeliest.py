@@ -2,9 +2,9 @@
 """The likeliest tokens of a row and the rank of its token, from the pass that its token is drawn from.
 
 The n likeliest are found as top-k finds its candidates: the maxima of groups of threads bound the n-th largest logit
-from below, and only threads or blocks with a logit above the bound are read again. One list in shared memory has these
-and the candidates of the filters; it holds every logit from some bound on. So the rank of a token in it is counted
-there, and for another token the row is read once more, from the L1 cache, without blocks whose maximum is below it.
+from below, and only logits of threads and blocks that have one above the bound are read again. One list in shared
+memory has these and the candidates of the filters; it holds every logit from some bound on. So the rank of a token in
+it is counted there, and for another token the row is read once more, without blocks whose maximum is below it.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from dsl_backend.sampling.cute.candidates import BUCKETS, LANES_PER_CANDIDATE, M
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.full_row import FullRowSampler
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import Row, RowReader
+from dsl_backend.sampling.cute.row import Row, RowReader, all_needed
 from dsl_backend.sampling.cute.scan import add, cta_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 from dsl_backend.sampling.spec import LogprobsMode
@@ -75,14 +75,13 @@ class Likeliest:
             self.cluster.share(exp_sum, smem.sExpSums, self.cluster.rank())
 
     @cute.jit
-    def collect(self, smem: SharedStorage, row: Row, thread_max, lowest_group_max, count, has_candidates, by_block):
+    def collect(self, smem: SharedStorage, row: Row, thread_max, lowest_group_max, count, has_candidates):
         """Collect the `count` likeliest tokens and the filters' candidates, and return how many the cluster has.
 
         More than max_candidates where they do not fit.
 
         Args:
             has_candidates: the row's filters bound what its token is drawn from.
-            by_block: the row was read by blocks (`FullRowSampler.sum_masses`), and has no candidates.
         """
         bucket_range = cute.arch.fmax(row.row_max - lowest_group_max, cutlass.Float32(MIN_RANGE))
         bucket_scale = cutlass.Float32(BUCKETS - 1) / bucket_range
@@ -95,14 +94,13 @@ class Likeliest:
             candidates=of_top_k if bounded_by_top_k else cutlass.Uint32(BUCKETS - 1),
             has_candidates=has_candidates,
         )
-        if by_block:
-            self.full_row.for_each_logit_of_blocks(
-                row, partial(self.has_likely, smem, row, bounds), partial(self.append_likely, smem, row, bounds)
-            )
-        else:
-            self.reader.for_each_logit_of(
-                row, self.is_needed(row, bounds, thread_max), partial(self.append_needed, smem, row, bounds)
-            )
+        self.reader.for_each_logit_of(
+            smem,
+            row,
+            self.is_needed(row, bounds, thread_max),
+            partial(self.has_needed, row, bounds),
+            partial(self.append_needed, smem, row, bounds),
+        )
         self.cluster.barrier()
         return self.candidates.count_candidates(smem)
 
@@ -112,22 +110,17 @@ class Likeliest:
         return x > -cutlass.Float32.inf and self.candidates.bucket_of(row, bounds.bucket_scale, x) <= bounds.likeliest
 
     @cute.jit
-    def has_likely(self, smem: SharedStorage, row: Row, bounds: Bounds, index):
-        """Whether a block may have one of the likeliest. Its maximum is finite where it is infinite."""
-        block_max = cutlass.Float32(smem.sBlockMax[index])
-        return block_max == row.reference or self.is_likely(row, bounds, block_max)
-
-    @cute.jit
-    def append_likely(self, smem: SharedStorage, row: Row, bounds: Bounds, x, token_id):
-        return self.candidates.append(smem, self.is_likely(row, bounds, x), x, token_id)
-
-    @cute.jit
     def is_needed(self, row: Row, bounds: Bounds, x):
         """Whether x may be one of the likeliest or a candidate."""
         needed = self.is_likely(row, bounds, x)
         if bounds.has_candidates:
             needed = needed or self.candidates.is_candidate(row, bounds.bucket_scale, bounds.candidates, x)
         return needed
+
+    @cute.jit
+    def has_needed(self, row: Row, bounds: Bounds, block_max):
+        """Whether a block may have one of them, by its maximum, which is finite where it is infinite."""
+        return block_max == row.reference or self.is_needed(row, bounds, block_max)
 
     @cute.jit
     def append_needed(self, smem: SharedStorage, row: Row, bounds: Bounds, x, token_id):
@@ -142,7 +135,7 @@ class Likeliest:
             smem.sCount[0] = cutlass.Uint32(0)
         cta_barrier()
         append = partial(self.append_exactly, smem, pivot, last_id)
-        self.reader.for_each_logit_of(row, cutlass.Boolean(True), append)
+        self.reader.for_each_logit_of(smem, row, cutlass.Boolean(True), all_needed, append)
         self.cluster.barrier()
 
     @cute.jit
@@ -153,9 +146,9 @@ class Likeliest:
         return self.candidates.append(smem, needed, x, token_id)
 
     @cute.jit
-    def share_rank(self, smem: SharedStorage, row: Row, x, by_block):
+    def share_rank(self, smem: SharedStorage, row: Row, x):
         """Write how many of the CTA's logits are at least x to every CTA. It is there after the next barrier."""
-        count = self.full_row.count_from(smem, row, x, by_block)
+        count = self.full_row.count_from(smem, row, x)
         self.cluster.share(cutlass.Uint32(count), smem.sRanks, self.cluster.rank())
 
     @cute.jit
@@ -191,7 +184,7 @@ class Likeliest:
         log_sum = self.log_sum(smem)
         thread, wanted = cute.arch.thread_idx()[0], cutlass.Int32(mTopIds.shape[1]) - 1
         if thread == 0:
-            x = fixed_point.canonical(self.reader.load_logit(row.segment, token_id))
+            x = fixed_point.canonical(self.reader.load_logit(row.logits, token_id))
             self.store(mTopIds, mTopLogprobs, index, 0, token_id, self.value(row, x, log_sum))
             args.token_ranks[index] = cutlass.Int32(rank)
         lane = thread % LANES_PER_CANDIDATE
@@ -211,10 +204,10 @@ class Likeliest:
     @cute.jit
     def write_masked(self, row: Row, mTopIds: cute.Tensor, mTopLogprobs: cute.Tensor, index, token, count):
         """Write a token behind the `count` finite logits, where it is -inf and there is space."""
-        if not fixed_point.canonical(self.reader.load_logit(row.segment, token)) > -cutlass.Float32.inf:
+        if not fixed_point.canonical(self.reader.load_logit(row.logits, token)) > -cutlass.Float32.inf:
             position = count
             for other in cutlass.range(token, unroll=1):
-                x = fixed_point.canonical(self.reader.load_logit(row.segment, other))
+                x = fixed_point.canonical(self.reader.load_logit(row.logits, other))
                 position = position if x > -cutlass.Float32.inf else position + 1
             if 1 + position < mTopIds.shape[1]:
                 self.store(mTopIds, mTopLogprobs, index, 1 + position, token, -cutlass.Float32.inf)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of a cluster's threads over a row of logits. Each warp reads a segment of adjacent logits."""
+"""A row of logits and how a cluster's threads read it, by blocks."""
 
 from typing import Any, NamedTuple
 
@@ -11,54 +11,57 @@ from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.args import SampleArgs
+from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.philox import random_bits
-from dsl_backend.sampling.cute.scan import WARP
+from dsl_backend.sampling.cute.scan import WARP, warp_max, warp_sum
+from dsl_backend.sampling.cute.smem import SharedStorage
 
-# Logits that a lane loads at a time when a warp reads one thread's logits again, and the most loads. With 32 logits of
-# 16 bits registers spilled (ptxas 13.0); 16 are enough for rows of 262144 logits in one CTA.
-REVISIT_LOGITS, MAX_REVISIT_LOADS = 16, 4
+# Logits of a lane in a block, and how many masses fit 32 bits together.
+LOGITS_PER_LANE = constants.BLOCK // WARP
+MASSES_AT_ONCE = 4
+# Loads of a lane that are in flight when a few threads' logits are read again.
+REVISIT_LOADS = 4
+# Index of the first draw's random bits in SharedStorage.sResult.
+RANDOM_BITS = 3
 
 
-class Segment(NamedTuple):
-    """The adjacent logits of a row that a warp reads.
+class Logits(NamedTuple):
+    """The logits of a row.
 
     Attributes:
         base, offset: pointer to the logits tensor, and the row's first element in it (64 bits).
-        begin, end: the segment's first logit in the row, and one past its last.
-        steps: loads of a lane along the segment.
+        vocab: how many there are.
     """
 
     base: Any
     offset: Any
-    begin: Any
-    end: Any
-    steps: Any
+    vocab: Any
 
 
 class Row(NamedTuple):
     """A row and how to sample from it.
 
     Attributes:
-        segment: of this thread's warp.
-        vocab: logits of the row.
-        scale: float32, of differences of logits.
+        logits: of the row.
+        scale: of differences of logits.
         row_max: float32, the largest logit.
         reference: the same, but finite.
         min_prob: uint64, the least probability that min-p keeps; 0 where min-p is off.
         args, index: of the launch, and of the row in it: what is loaded where it is needed, for which no register is
             held before.
-        random_bits: uint64, the 62 random bits of the first draw.
     """
 
-    segment: Segment
-    vocab: Any
-    scale: Any
+    logits: Logits
+    scale: fixed_point.Scale
     row_max: Any
     reference: Any
     min_prob: Any
     args: Any
     index: Any
-    random_bits: Any
+
+    @property
+    def vocab(self):
+        return self.logits.vocab
 
     @property
     def top_k(self):
@@ -83,25 +86,94 @@ def top_p_of(row: Row):
 
 
 @cute.jit
-def bits_of_draw(row: Row, draw):
+def bits_of_draw(smem: SharedStorage, row: Row, draw):
     """62 random bits, uint64, for the number of a draw from the row."""
-    bits = row.random_bits
+    bits = cutlass.Uint64(smem.sResult[RANDOM_BITS])
     if draw > 0:
         bits = random_bits(row.args.seeds[row.index], row.args.positions[row.index], draw)
     return bits
 
 
+def write_token(row: Row, token_id):
+    """Write a row's token. Its address is computed here: kept from the first pass, its registers spilled."""
+    tokens = row.args.tokens
+    tokens[row.index] = tokens.element_type(token_id)
+
+
 class RowReader:
-    """How a warp reads its segment of a row.
+    """Every CTA has adjacent blocks of a row, and every warp of it the block of its index, and so on.
 
     Args:
         exp_sums: the first pass also sums the logits' exponentials; else its sums are 0.
     """
 
-    def __init__(self, config: ClusterConfig, dtype: type[cutlass.Numeric], exp_sums: bool = False):
-        self.vector, self.loads_in_flight = config.vector, config.loads_in_flight
-        self.revisit_loads = min(MAX_REVISIT_LOADS, REVISIT_LOGITS // config.vector)
-        self.dtype, self.exp_sums = dtype, exp_sums
+    def __init__(self, config: ClusterConfig, cluster: Cluster, dtype: type[cutlass.Numeric], exp_sums: bool = False):
+        self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
+        self.blocks_ahead = bool(config.blocks_ahead)
+        self.loads = constants.BLOCK // (WARP * config.vector)
+        self.cluster, self.dtype, self.exp_sums = cluster, dtype, exp_sums
+
+    def blocks(self, vocab):
+        """Blocks of a CTA; the last ones of the row may be empty."""
+        return cute.ceil_div(cute.ceil_div(vocab, constants.BLOCK), self.cluster.ctas)
+
+    def block(self, vocab, index):
+        """In the row, of an index in the CTA."""
+        return self.cluster.rank() * self.blocks(vocab) + index
+
+    # --- the first pass ---
+
+    @cute.jit
+    def read(self, smem: SharedStorage, logits: Logits, scale, has_masses):
+        """Write the maximum of each block of the CTA, and where masses are asked for its sum of them.
+
+        Returns:
+            The maximum of this thread's logits, and the sum of their exponentials below it (`exp_sums`). NaN is
+            ignored; -inf and 0 where the thread has none.
+        """
+        thread_max, exp_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        blocks = self.blocks(logits.vocab)
+        rNext = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
+        if self.blocks_ahead and cute.arch.warp_idx() < blocks:
+            self.load_block(logits, self.block(logits.vocab, cute.arch.warp_idx()), rNext)
+        for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
+            rX = cute.make_rmem_tensor(LOGITS_PER_LANE, cutlass.Float32)
+            lane_max = -cutlass.Float32.inf
+            if cutlass.const_expr(not self.blocks_ahead):
+                self.load_block(logits, self.block(logits.vocab, index), rNext)
+            for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+                rX[i] = cutlass.Float32(rNext[i])
+                lane_max = cute.arch.fmax(lane_max, rX[i])
+            if self.blocks_ahead and index + self.warps < blocks:
+                self.load_block(logits, self.block(logits.vocab, index + self.warps), rNext)
+            exp_sum = self.rescaled(exp_sum, thread_max, lane_max)
+            thread_max = cute.arch.fmax(thread_max, lane_max)
+            exp_sum = exp_sum + self.exponentials(rX, thread_max)
+            reference = fixed_point.finite(warp_max(lane_max))
+            mass_sum = cutlass.Uint64(0)
+            if has_masses:
+                mass_sum = self.mass_sum(rX, reference, scale)
+            if cute.arch.lane_idx() == 0:
+                smem.sBlockMax[index] = reference
+                smem.sBlockSum[index] = mass_sum
+        return thread_max, exp_sum
+
+    @cute.jit
+    def mass_sum(self, rX: cute.Tensor, reference, scale):
+        """The sum of the masses of a block, in every lane."""
+        # As often as there are lanes: a condition alone would become one more instruction for each logit of any block.
+        infinite = popc(cute.arch.vote_ballot_sync(reference == cutlass.Float32(constants.MAX_LOGIT)))
+        for _ in cutlass.range(infinite, unroll=1):
+            for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+                # Infinity counts as the reference. NaN stays below it.
+                rX[i] = reference if rX[i] > reference else rX[i]
+        lane_sum = cutlass.Uint64(0)
+        for first in cutlass.range_constexpr(0, LOGITS_PER_LANE, MASSES_AT_ONCE):
+            mass = cutlass.Uint32(0)
+            for i in cutlass.range_constexpr(first, first + MASSES_AT_ONCE):
+                mass = mass + fixed_point.mass_of(rX[i], reference, scale)
+            lane_sum = lane_sum + cutlass.Uint64(mass)
+        return warp_sum(lane_sum)
 
     @cute.jit
     def exponentials(self, rX: cute.Tensor, reference):
@@ -110,7 +182,7 @@ class RowReader:
         if cutlass.const_expr(self.exp_sums):
             reference = fixed_point.finite(reference)
             for i in cutlass.range_constexpr(cute.size(rX)):
-                exp_sum = exp_sum + fixed_point.exponential(cutlass.Float32(rX[i]), reference)
+                exp_sum = exp_sum + fixed_point.exponential(rX[i], reference)
         return exp_sum
 
     @cute.jit
@@ -121,58 +193,59 @@ class RowReader:
             exp_sum = exp_sum * fixed_point.exponential(reference, larger)
         return exp_sum
 
-    @cute.jit
-    def thread_max(self, segment: Segment):
-        """(the maximum of this thread's logits, the sum of their exponentials below it); NaN is ignored.
+    # --- blocks and logits ---
 
-        -inf and 0 where the thread has none.
+    @cute.jit
+    def for_each_block(self, smem: SharedStorage, row: Row, is_needed: cutlass.Constexpr, visit: cutlass.Constexpr):
+        """Call visit(index, rLogits) for each block of the warp that is needed. The next one is loaded before.
+
+        Args:
+            is_needed: whether a block of an index in the CTA is. It is called by one lane.
+            visit: by all lanes, each with its logits [vector, loads].
         """
-        thread_begin = segment.begin + cute.arch.lane_idx() * self.vector
-        maximum, exp_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        for first in cutlass.range(0, segment.steps, self.loads_in_flight, unroll=1):
-            rLogits = cute.make_rmem_tensor((self.vector, self.loads_in_flight), self.dtype)
-            for i in cutlass.range_constexpr(self.loads_in_flight):
-                # Columns past the segment's end load the row's start, so that no load waits for a branch.
-                column = thread_begin + (first + i) * (WARP * self.vector)
-                load_vector(segment.base, segment.offset + (column if column < segment.end else 0), rLogits[None, i])
-            before = maximum
-            for i in cutlass.range_constexpr(self.loads_in_flight):
-                vector_max = cutlass.Float32(rLogits[0, i])
-                for e in cutlass.range_constexpr(1, self.vector):
-                    vector_max = cute.arch.fmax(vector_max, cutlass.Float32(rLogits[e, i]))
-                inside = thread_begin + (first + i) * (WARP * self.vector) < segment.end
-                maximum = cute.arch.fmax(maximum, vector_max) if inside else maximum
-            if cutlass.const_expr(self.exp_sums):
-                exp_sum = self.rescaled(exp_sum, before, maximum)
-                for i in cutlass.range_constexpr(self.loads_in_flight):
-                    vector_sum = self.exponentials(rLogits[None, i], maximum)
-                    inside = thread_begin + (first + i) * (WARP * self.vector) < segment.end
-                    exp_sum = exp_sum + vector_sum if inside else exp_sum
-        return maximum, exp_sum
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        blocks, begin = self.blocks(row.vocab), (2 * warp + 1) * WARP
+        for first in cutlass.range(warp, blocks, self.warps * WARP, unroll=1):
+            index = first + lane * self.warps
+            needed = cutlass.Boolean(False)
+            if index < blocks:
+                needed = is_needed(index)
+            found = cutlass.Uint32(cute.arch.vote_ballot_sync(needed))
+            self.write_list(smem.sLists, begin, found, index)
+            cute.arch.sync_warp()
+            count = popc(found)
+            rNext = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
+            if count > 0:
+                self.load_block(row.logits, self.block(row.vocab, cutlass.Int32(smem.sLists[begin])), rNext)
+            for i in cutlass.range(count, unroll=1):
+                rLogits = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
+                for e in cutlass.range_constexpr(LOGITS_PER_LANE):
+                    rLogits[e] = rNext[e]
+                if i + 1 < count:
+                    self.load_block(row.logits, self.block(row.vocab, cutlass.Int32(smem.sLists[begin + i + 1])), rNext)
+                visit(cutlass.Int32(smem.sLists[begin + i]), rLogits)
+            cute.arch.sync_warp()
 
     @cute.jit
-    def load_block(self, segment: Segment, vocab, block):
-        """This lane's logits of a block, [vector, loads]; -inf past the row's end."""
-        loads = cutlass.const_expr(constants.BLOCK // (WARP * self.vector))
-        rLogits = cute.make_rmem_tensor((self.vector, loads), self.dtype)
+    def load_block(self, logits: Logits, block, rLogits: cute.Tensor):
+        """Load this lane's logits of a block, [vector, loads]; -inf past the row's end."""
         begin = block * constants.BLOCK + cute.arch.lane_idx() * self.vector
-        if (block + 1) * constants.BLOCK <= vocab:
-            for i in cutlass.range_constexpr(loads):
-                load_vector(segment.base, segment.offset + begin + i * (WARP * self.vector), rLogits[None, i])
+        if (block + 1) * constants.BLOCK <= logits.vocab:
+            for i in cutlass.range_constexpr(self.loads):
+                load_vector(logits.base, logits.offset + begin + i * (WARP * self.vector), rLogits[None, i])
         else:
-            for i in cutlass.range_constexpr(loads):
+            for i in cutlass.range_constexpr(self.loads):
                 for e in cutlass.range_constexpr(self.vector):
                     rLogits[e, i] = self.dtype(float("-inf"))
                 column = begin + i * (WARP * self.vector)
-                if column < vocab:
-                    load_vector(segment.base, segment.offset + column, rLogits[None, i])
-        return rLogits
+                if column < logits.vocab:
+                    load_vector(logits.base, logits.offset + column, rLogits[None, i])
 
     @cute.jit
-    def load_logit(self, segment: Segment, token_id):
+    def load_logit(self, logits: Logits, token_id):
         """One logit in float32."""
         rLogit = cute.make_rmem_tensor(1, self.dtype)
-        load_vector(segment.base, segment.offset + token_id, rLogit)
+        load_vector(logits.base, logits.offset + token_id, rLogit)
         return cutlass.Float32(rLogit[0])
 
     @cute.jit
@@ -181,53 +254,100 @@ class RowReader:
 
         One load at a time: a visit takes longer than a read from the cache.
         """
-        segment = row.segment
-        thread_begin = segment.begin + cute.arch.lane_idx() * self.vector
-        for column in cutlass.range(thread_begin, segment.end, WARP * self.vector, unroll=1):
-            rLogits = cute.make_rmem_tensor(self.vector, self.dtype)
-            load_vector(segment.base, segment.offset + column, rLogits)
-            for e in cutlass.range_constexpr(self.vector):
-                visit(cutlass.Float32(rLogits[e]))
+        blocks = self.blocks(row.vocab)
+        for index in cutlass.range(cute.arch.warp_idx(), blocks, self.warps, unroll=1):
+            begin = self.block(row.vocab, index) * constants.BLOCK + cute.arch.lane_idx() * self.vector
+            for i in cutlass.range(self.loads, unroll=1):
+                column = begin + i * (WARP * self.vector)
+                if column < row.vocab:
+                    rLogits = cute.make_rmem_tensor(self.vector, self.dtype)
+                    load_vector(row.logits.base, row.logits.offset + column, rLogits)
+                    for e in cutlass.range_constexpr(self.vector):
+                        visit(cutlass.Float32(rLogits[e]))
 
     @cute.jit
-    def for_each_logit_of(self, row: Row, selected, visit: cutlass.Constexpr):
-        """Call visit(x, token_id) for each logit of the threads that are selected.
+    def for_each_logit_of(
+        self, smem: SharedStorage, row: Row, selected, is_needed: cutlass.Constexpr, visit: cutlass.Constexpr
+    ):
+        """Call visit(x, token_id) for each logit of the threads that are selected, in blocks that are needed.
 
-        The lanes of a warp share the logits of one thread, where few threads are selected. The warp then stops once
-        visit has returned true in a lane.
+        The lanes of a warp share these logits, one vector for each at a time. The warp stops once visit has returned
+        true in a lane.
+
+        Args:
+            is_needed: whether a block is, by its maximum. That is finite where it is infinite.
         """
-        segment = row.segment
-        lane = cute.arch.lane_idx()
-        remaining = cutlass.Uint32(cute.arch.vote_ballot_sync(selected))
-        if cutlass.Int32(cute.arch.popc(remaining)) > segment.steps:
-            # Each lane reads its own logits: fewer loads wait for each other, in a small vocabulary above all.
-            remaining = cutlass.Uint32(0)
-            if selected:
-                thread_begin = segment.begin + lane * self.vector
-                for column in cutlass.range(thread_begin, segment.end, WARP * self.vector, unroll=1):
-                    rOwn = cute.make_rmem_tensor(self.vector, self.dtype)
-                    load_vector(segment.base, segment.offset + column, rOwn)
-                    for e in cutlass.range_constexpr(self.vector):
-                        visit(cutlass.Float32(rOwn[e]), column + e)
-        while remaining != 0:
-            source_lane = cutlass.Int32(cute.arch.popc((remaining & (~remaining + 1)) - 1))
-            remaining = remaining & (remaining - 1)
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        threads = cutlass.Uint32(cute.arch.vote_ballot_sync(selected))
+        if threads != 0:
+            self.write_list(smem.sLists, 2 * warp * WARP, threads, lane)
+            blocks = self.blocks(row.vocab)
             stop = cutlass.Boolean(False)
-            for first in cutlass.range(0, segment.steps, WARP * self.revisit_loads, unroll=1):
-                rLogits = cute.make_rmem_tensor((self.vector, self.revisit_loads), self.dtype)
-                for i in cutlass.range_constexpr(self.revisit_loads):
-                    column = segment.begin + ((first + i * WARP + lane) * WARP + source_lane) * self.vector
-                    safe_column = column if column < segment.end else 0
-                    load_vector(segment.base, segment.offset + safe_column, rLogits[None, i])
-                # Not unrolled: the visit's code would be repeated for every load.
-                for i in cutlass.range(self.revisit_loads, unroll=1):
-                    column = segment.begin + ((first + i * WARP + lane) * WARP + source_lane) * self.vector
-                    if column < segment.end:
-                        for e in cutlass.range_constexpr(self.vector):
-                            x = rLogits[e, 0]
-                            for other in cutlass.range_constexpr(1, self.revisit_loads):
-                                x = rLogits[e, other] if i == other else x
-                            full = visit(cutlass.Float32(x), column + e)
-                            stop = stop or full
-            if cute.arch.vote_any_sync(stop):
-                remaining = cutlass.Uint32(0)
+            for first in cutlass.range(warp, blocks, self.warps * WARP, unroll=1):
+                index = first + lane * self.warps
+                needed = cutlass.Boolean(False)
+                if index < blocks:
+                    needed = is_needed(cutlass.Float32(smem.sBlockMax[index]))
+                found = cutlass.Uint32(cute.arch.vote_ballot_sync(needed))
+                if found != 0 and not stop:
+                    self.write_list(smem.sLists, (2 * warp + 1) * WARP, found, index)
+                    cute.arch.sync_warp()
+                    stop = self.visit_vectors(smem, row, popc(threads), popc(found), visit)
+                    cute.arch.sync_warp()
+
+    @cute.jit
+    def write_list(self, sLists: cute.Tensor, begin, chosen, value):
+        """Write the values of the chosen lanes, a mask, side by side."""
+        lane = cute.arch.lane_idx()
+        mine = cutlass.Uint32(1) << cutlass.Uint32(lane)
+        if (chosen & mine) != 0:
+            sLists[begin + popc(chosen & (mine - 1))] = cutlass.Uint32(value)
+
+    @cute.jit
+    def visit_vectors(self, smem: SharedStorage, row: Row, threads, blocks, visit: cutlass.Constexpr):
+        """Visit the logits of the listed threads and blocks of the warp; whether visit has returned true."""
+        lane, lists = cute.arch.lane_idx(), 2 * cute.arch.warp_idx() * WARP
+        vectors = threads * blocks * self.loads
+        stop = cutlass.Boolean(False)
+        for first in cutlass.range(lane, vectors + lane, WARP * REVISIT_LOADS, unroll=1):
+            rLogits = cute.make_rmem_tensor((self.vector, REVISIT_LOADS), self.dtype)
+            rColumns = cute.make_rmem_tensor(REVISIT_LOADS, cutlass.Int32)
+            for i in cutlass.range_constexpr(REVISIT_LOADS):
+                vector = first + i * WARP
+                column = row.vocab
+                if vector < vectors and not stop:
+                    # Threads change fastest: of adjacent ones a load is adjacent too.
+                    load = cutlass.Uint32(vector) // cutlass.Uint32(threads)
+                    thread = smem.sLists[lists + cutlass.Int32(cutlass.Uint32(vector) - load * cutlass.Uint32(threads))]
+                    block = self.block(
+                        row.vocab, cutlass.Int32(smem.sLists[lists + WARP + cutlass.Int32(load) // self.loads])
+                    )
+                    in_block = cutlass.Int32(load) % self.loads * WARP + cutlass.Int32(thread)
+                    column = cutlass.Int32(block * constants.BLOCK + in_block * self.vector)
+                rColumns[i] = column
+                load_vector(
+                    row.logits.base, row.logits.offset + (column if column < row.vocab else 0), rLogits[None, i]
+                )
+            # Not unrolled: the visit's code would be repeated for every load.
+            for i in cutlass.range(REVISIT_LOADS, unroll=1):
+                column = rColumns[0]
+                for other in cutlass.range_constexpr(1, REVISIT_LOADS):
+                    column = rColumns[other] if i == other else column
+                if column < row.vocab:
+                    for e in cutlass.range_constexpr(self.vector):
+                        x = rLogits[e, 0]
+                        for other in cutlass.range_constexpr(1, REVISIT_LOADS):
+                            x = rLogits[e, other] if i == other else x
+                        full = visit(cutlass.Float32(x), column + e)
+                        stop = stop or full
+            stop = cutlass.Boolean(cute.arch.vote_any_sync(stop))
+        return stop
+
+
+def popc(mask):
+    return cutlass.Int32(cute.arch.popc(mask))
+
+
+def all_needed(block_max):
+    """Every block, of `RowReader.for_each_logit_of`."""
+    return cutlass.Boolean(True)

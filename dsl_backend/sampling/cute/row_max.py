@@ -8,8 +8,7 @@ from cutlass import cute
 
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute.cluster import Cluster, store_peer_smem
-from dsl_backend.sampling.cute.fixed_point import store_token
-from dsl_backend.sampling.cute.row import Row, RowReader
+from dsl_backend.sampling.cute.row import Row, RowReader, write_token
 from dsl_backend.sampling.cute.scan import WARP, load_smem_vector
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -56,9 +55,15 @@ class RowMax:
         )
 
     @cute.jit
-    def argmax(self, smem: SharedStorage, row: Row, thread_max, token: cute.Pointer):
+    def argmax(self, smem: SharedStorage, row: Row, thread_max):
         """Write the lowest token id of the maximum, and return it in the first warp of the first CTA."""
-        self.reader.for_each_logit_of(row, thread_max == row.row_max, partial(self.take_lower_id, smem, row))
+        self.reader.for_each_logit_of(
+            smem,
+            row,
+            thread_max == row.row_max,
+            lambda block_max: block_max == row.reference,
+            partial(self.take_lower_id, smem, row),
+        )
         self.cluster.barrier()
         lane = cute.arch.lane_idx()
         token_id = cutlass.Uint32(NO_ID)
@@ -67,7 +72,7 @@ class RowMax:
                 token_id = self.cluster.load(smem.sCount, 1, lane, cutlass.Uint32)
             token_id = cute.arch.warp_reduction(token_id, cutlass.min)
             if lane == 0:
-                store_token(token, token_id)
+                write_token(row, token_id)
         self.cluster.wait_for_peer_reads()
         return cutlass.Int32(token_id)
 

@@ -29,6 +29,13 @@ def load_smem_vector(sTensor: cute.Tensor, start, count: int) -> cute.Tensor:
     return rVector
 
 
+def warp_max(x):
+    """The maximum of a float32, not NaN, of all lanes; by the integer maximum of warps. Zeros have a sign here."""
+    bits = x.bitcast(cutlass.Int32)
+    key = cutlass.Int32(cute.arch.warp_redux_sync(bits ^ ((bits >> 31) & 0x7FFFFFFF), "max"))
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).bitcast(cutlass.Float32)
+
+
 def warp_sum(value):
     """The sum of the values of all lanes, uint64 below 2**43; by the integer sums of warps, which have 32 bits."""
     low = cute.arch.warp_redux_sync(cutlass.Uint32(value & cutlass.Uint64(0xFFFF)), "add")

@@ -21,9 +21,11 @@ class SharedStorage(NamedTuple):
         sBlockMax: float32 [max_blocks], the maximum of each of the CTA's blocks, infinity as the largest number.
         sBlockSum: uint64 [max_blocks], the sum of each block.
         sTotal: uint64 [16], the sum of each CTA of the cluster.
+        sUpper: uint64 [16], an upper bound of the sum of each CTA.
+        sLists: uint32 [64 * warps], for each warp 32 threads and 32 blocks that it visits.
         sRanks: uint32 [16], for each CTA how many of its logits are at least the token's.
         sExpSums: float32 [16], for each CTA the sum of exp(logit - the row's maximum).
-        sScratch: uint64 [32, 4], for sums over the CTA.
+        sScratch: uint64 [32, 5], for sums over the CTA.
         sFloatScratch: float32 [32], the same.
         sResult: uint64 [4], results of one thread for all; the last one has the random bits.
         sIndex: uint32 [4], the indices that one thread found for all; the third comes from another CTA.
@@ -38,6 +40,8 @@ class SharedStorage(NamedTuple):
     sBlockMax: cute.Tensor
     sBlockSum: cute.Tensor
     sTotal: cute.Tensor
+    sUpper: cute.Tensor
+    sLists: cute.Tensor
     sRanks: cute.Tensor
     sExpSums: cute.Tensor
     sScratch: cute.Tensor
@@ -63,9 +67,11 @@ def allocate(config: ClusterConfig) -> SharedStorage:
         sBlockMax=tensor(f32, config.max_blocks),
         sBlockSum=tensor(u64, config.max_blocks),
         sTotal=tensor(u64, MAX_CLUSTER),
+        sUpper=tensor(u64, MAX_CLUSTER),
+        sLists=tensor(u32, 2 * config.threads),
         sRanks=tensor(u32, MAX_CLUSTER),
         sExpSums=tensor(f32, MAX_CLUSTER),
-        sScratch=tensor(u64, WARP, 4),
+        sScratch=tensor(u64, WARP, 5),
         sFloatScratch=tensor(f32, WARP),
         sResult=tensor(u64, 4),
         sIndex=tensor(u32, 4),

@@ -17,12 +17,12 @@ MAX_TEMPERATURE = tl.constexpr(fixed_point.MAX_TEMPERATURE)
 MAX_LOGIT = tl.constexpr(fixed_point.MAX_LOGIT)
 EXPONENT_SCALE = tl.constexpr(fixed_point.EXPONENT_SCALE)
 MAX_EXPONENT = tl.constexpr(fixed_point.MAX_EXPONENT)
-FRACTION_BITS = tl.constexpr(fixed_point.FRACTION_BITS)
-FRACTION_TO_32 = tl.constexpr(32 - fixed_point.FRACTION_BITS)
 C0, C1, C2, C3, C4, C5 = (tl.constexpr(c) for c in fixed_point.EXP2_COEFFICIENTS)
 DEFINED_BLOCK = tl.constexpr(fixed_point.BLOCK)
-MASS_TO_PROB = tl.constexpr(fixed_point.PROB_BITS - fixed_point.MANTISSA_BITS)
-MASS_ONE = tl.constexpr(1 << fixed_point.MANTISSA_BITS)
+# Added to a float32 of magnitude below 2**22, it rounds to an integer.
+ROUND_TO_INT = tl.constexpr(1.5 * 2**23)
+MASS_ONE = tl.constexpr(float(1 << fixed_point.MANTISSA_BITS))
+MASS_WEIGHT = tl.constexpr(1 << fixed_point.MANTISSA_BITS)
 WEIGHT_SHIFT = tl.constexpr(62 - fixed_point.MANTISSA_BITS - 11)
 PROB_ONE = tl.constexpr(float(1 << fixed_point.PROB_BITS))
 PROB_UNIT = tl.constexpr(1.0 / (1 << fixed_point.PROB_BITS))
@@ -54,35 +54,32 @@ def scale_of(temperature):
 
 
 @triton.jit
-def exponent_of(x, reference, scale):
-    """How far x lies below a reference, int32 in fixed point. Of infinite references only -inf, with the limit."""
-    below = (reference - x) * scale
-    below = tl.where(below == below, below, MAX_EXPONENT)
-    return tl.maximum(tl.minimum(below, MAX_EXPONENT), 0.0).to(tl.int32)
+def scaled_prob_of(x, reference, scale, one):
+    """The probability of x before normalization, int64. Of infinite references only -inf, with 0.
+
+    Args:
+        one: the result at the reference, a power of two: `MASS_ONE` or `PROB_ONE`.
+    """
+    below = tl.minimum(x - reference, 0.0)
+    counts = below * scale > -MAX_EXPONENT
+    below = tl.where(counts, below, 0.0)
+    # The nearest integer.
+    n = tl.fma(below, scale, ROUND_TO_INT) - ROUND_TO_INT
+    f = tl.fma(below, scale, -n)
+    h = tl.fma(f, C5, C4)
+    h = tl.fma(f, h, C3)
+    h = tl.fma(f, h, C2)
+    h = tl.fma(f, h, C1)
+    h = tl.fma(f, h, C0)
+    # The power of two by its bits: this product is exact.
+    power = ((127 + n.to(tl.int32)) << 23).to(tl.float32, bitcast=True)
+    return tl.where(counts, (h * power * one).to(tl.int64), 0)
 
 
 @triton.jit
-def horner_step(c, fraction, h):
-    return tl.umulhi(fraction, h) + tl.full(h.shape, c, tl.uint32)
-
-
-@triton.jit
-def scaled_prob_of(exponent, mass_to_prob):
-    """The probability at an exponent before normalization, int64 in units of 2**-(29 + mass_to_prob)."""
-    t = exponent.to(tl.uint32)
-    fraction = ~(t << FRACTION_TO_32)
-    h = horner_step(C4, fraction, tl.full(t.shape, C5, tl.uint32))
-    h = horner_step(C3, fraction, h)
-    h = horner_step(C2, fraction, h)
-    h = horner_step(C1, fraction, h)
-    h = horner_step(C0, fraction, h)
-    return (h.to(tl.int64) << mass_to_prob) >> (t >> FRACTION_BITS).to(tl.int64)
-
-
-@triton.jit
-def prob_of(exponent):
-    """The probability at an exponent before normalization, int64 in units of 2**-40."""
-    return scaled_prob_of(exponent, MASS_TO_PROB)
+def prob_of(x, reference, scale):
+    """The probability of x before normalization, int64 in units of 2**-40."""
+    return scaled_prob_of(x, reference, scale, PROB_ONE)
 
 
 @triton.jit

@@ -15,14 +15,13 @@ from dsl_backend.sampling.triton.fixed_point import (
     LN2,
     LOW_31,
     MASS_ONE,
-    MASS_TO_PROB,
+    MASS_WEIGHT,
     MAX_LOGIT,
     NEG_INF,
     NO_ID,
     PROB_ONE,
     PROB_UNIT,
     TOP_P_ONE,
-    exponent_of,
     load_logits,
     multiply_high,
     prob_of,
@@ -49,12 +48,11 @@ def block_sums(logits, base, V, row, limits, by_block, bound, BLOCK: tl.constexp
     x = load_logits(logits, ids, V)
     reference, scale = row
     block_reference = tl.where(by_block, tl.minimum(tl.max(x, 1), MAX_LOGIT), reference)
-    mass_to_prob = tl.where(by_block, 0, MASS_TO_PROB)
-    prob = scaled_prob_of(exponent_of(x, block_reference[:, None], scale), mass_to_prob.to(tl.int64))
+    prob = scaled_prob_of(x, block_reference[:, None], scale, tl.where(by_block, MASS_ONE, PROB_ONE))
     likelier = (x > bound[0]) | ((x == bound[0]) & (ids > bound[1]))
     counts = by_block | (likelier & (prob >= limits[0]) & (to_ordered_uint(x) >= limits[1]))
     prefix = tl.cumsum(tl.where((ids < V) & counts, prob, 0), 1)
-    weight = tl.where(by_block, prob_of(exponent_of(block_reference, reference, scale)), MASS_ONE)
+    weight = tl.where(by_block, prob_of(block_reference, reference, scale), MASS_WEIGHT)
     return ids, weighted(prefix, weight[:, None])
 
 
@@ -91,7 +89,7 @@ def all_filters(logits, ids, V, row, limits, pivot, removed_ties, ties_before):
     """(whether all filters keep the token, ties with top-p's pivot up to this block)."""
     x = load_logits(logits, ids, V)
     key = to_ordered_uint(x)
-    prob = prob_of(exponent_of(x, row[0], row[1]))
+    prob = prob_of(x, row[0], row[1])
     keep = (ids < V) & (prob >= limits[0]) & (key >= limits[1])
     tie = keep & (key == pivot)
     tie_rank = ties_before + tl.cumsum(tie.to(tl.int32), 0)

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from dsl_backend.sampling.triton.fixed_point import exponent_of, load_logits, prob_of, to_ordered_uint
+from dsl_backend.sampling.triton.fixed_point import load_logits, prob_of, to_ordered_uint
 
 BINS = tl.constexpr(256)
 DIGIT_BITS = tl.constexpr(8)
@@ -41,7 +41,7 @@ def allowed_prob(logits, ids, V, row, limits):
         limits: (min_prob, top_k_key).
     """
     x = load_logits(logits, ids, V)
-    prob = prob_of(exponent_of(x, row[0], row[1]))
+    prob = prob_of(x, row[0], row[1])
     key = to_ordered_uint(x)
     return key, tl.where((ids < V) & (prob >= limits[0]) & (key >= limits[1]), prob, 0)
 

@@ -18,7 +18,6 @@ from dsl_backend.sampling.triton.fixed_point import (
     NEG_INF,
     NO_ID,
     PROB_ONE,
-    exponent_of,
     load_logits,
     multiply_high,
     prob_of,
@@ -37,7 +36,7 @@ NO_TOKEN = tl.constexpr(-1)
 def target_probs(logprobs, ids, V):
     """The target's probabilities in units of 2**-40, int64; 0 past the row's end."""
     logprob = tl.load(logprobs + ids, mask=ids < V, other=NEG_INF)
-    return prob_of(exponent_of(logprob, 0.0, EXPONENT_SCALE))
+    return prob_of(logprob, 0.0, EXPONENT_SCALE)
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def draft_probs(values, ids, V, row, PROBABILITIES: tl.constexpr):
         return (tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0) * PROB_ONE).to(tl.int64)
     else:
         temperature, reference, scale = row
-        prob = prob_of(exponent_of(load_logits(values, ids, V), reference, tl.max(scale_of(temperature), 0)))
+        prob = prob_of(load_logits(values, ids, V), reference, tl.max(scale_of(temperature), 0))
         prob = tl.umulhi((prob << 2).to(tl.uint64), tl.zeros(prob.shape, tl.uint64) + scale.to(tl.uint64))
         return tl.where(ids < V, prob.to(tl.int64), 0)
 
@@ -68,7 +67,7 @@ def row_scale(values, V, temperature, BLOCK: tl.constexpr):
     prob_sum = tl.full([], 0, tl.int64)
     for base in range(0, V, BLOCK):
         ids = base + tl.arange(0, BLOCK)
-        prob = prob_of(exponent_of(load_logits(values, ids, V), reference, exponent_scale))
+        prob = prob_of(load_logits(values, ids, V), reference, exponent_scale)
         prob_sum += tl.sum(tl.where(ids < V, prob, 0))
     scale = (tl.full([], SCALE_ONE, tl.float64) / prob_sum.to(tl.float64)).to(tl.int64)
     return reference, tl.minimum(scale, HIGHEST_62)
