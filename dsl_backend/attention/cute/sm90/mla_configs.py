@@ -66,6 +66,9 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     Several row tiles leave many partial results, and longer splits leave fewer: up to 4 % with one request of 128
     heads, and as much the other way with 64.
 
+    Row groups and the combine kernel for many rows together took 0.81 to 1.02 of the time without them in 18 shapes on an
+    H200 (2026-11-26, docs/performance.md), with several queries or row tiles for a request 0.81 to 0.97.
+
     Keys of a batch-invariant layer are evicted from L2 first, so that what CTAs fold stays there: on an H100 128
     requests of 16 heads took 264 us and not 304, of 128 heads 312 us and not 360. Its combine kernel has warps for 128
     columns where rows are many: 8 requests of 128 heads took 68.3 us and not 71.3, but of 16 heads 45.9 and not 43.0.
@@ -86,7 +89,8 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
         cluster=cluster,
         min_split_tiles=4 if head_blocks > 1 else 2,
         evict_first=spec.batch_invariant,
-        combine_many_rows=spec.batch_invariant and head_blocks > 1,
+        row_groups=not spec.batch_invariant,
+        combine_many_rows=not spec.batch_invariant or head_blocks > 1,
     )
 
 
