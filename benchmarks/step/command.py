@@ -21,7 +21,7 @@ from ..engine.models import SHAPES, Shape, write
 from ..entry import at_least
 from ..processes import child_environment, stop_group
 from . import worker
-from .kernels import Step, summarized
+from .trace import Step, summarized
 from .worker import Job
 
 CACHE_TOKENS = 16384

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.engine.models import SHAPES
 from benchmarks.step import command, worker
-from benchmarks.step.kernels import busy, short, summarized
+from benchmarks.step.trace import busy, short, summarized
 from benchmarks.step.worker import Job, Requests, bytes_read
 
 
