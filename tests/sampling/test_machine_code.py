@@ -9,7 +9,11 @@ from tests.machine_code import found, sampling_subjects
 
 QUICK = ("sm_90a-sampling-bfloat16",)
 # Bytes of stack that are known and not yet gone.
-KNOWN: dict[str, int] = {"sm_90a-sampling-bfloat16-likeliest": 8, "sm_90a-sampling-float16-likeliest": 16}
+KNOWN = {
+    f"{arch}-sampling-{dtype}-likeliest": stack
+    for arch, float32, short in (("sm_90a", 56, 16), ("sm_100a", 24, 16), ("sm_103a", 24, 16))
+    for dtype, stack in (("float32", float32), ("bfloat16", short), ("float16", short))
+}
 IDS = [subject.id for subject in sampling_subjects()]
 
 

@@ -66,8 +66,8 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     Several row tiles leave many partial results, and longer splits leave fewer: up to 4 % with one request of 128
     heads, and as much the other way with 64.
 
-    Row groups and the combine kernel for many rows together took 0.81 to 1.02 of the time without them in 18 shapes on an
-    H200 (2026-11-26, docs/performance.md), with several queries or row tiles for a request 0.81 to 0.97.
+    Row groups and the combine kernel for many rows together took 0.75 to 1.03 of the time without them on an H200
+    (docs/performance.md); with 16 heads and one query 1.00 to 1.03, so that these keep the other combine kernel.
 
     Keys of a batch-invariant layer are evicted from L2 first, so that what CTAs fold stays there: on an H100 128
     requests of 16 heads took 264 us and not 304, of 128 heads 312 us and not 360. Its combine kernel has warps for 128
@@ -90,7 +90,7 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
         min_split_tiles=4 if head_blocks > 1 else 2,
         evict_first=spec.batch_invariant,
         row_groups=not spec.batch_invariant,
-        combine_many_rows=not spec.batch_invariant or head_blocks > 1,
+        combine_many_rows=head_blocks > 1 if spec.batch_invariant else spec.group > 16,
     )
 
 
