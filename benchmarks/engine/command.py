@@ -247,8 +247,7 @@ def measured(
         seed=options.seed,
         concurrent=options.concurrent,
     )
-    gathered = facts.gather(torch.device("cuda" if on_gpu else "cpu"))
-    gathered["commit"] = options.commit or gathered["commit"]
+    gathered = facts.gather(torch.device("cuda" if on_gpu else "cpu"), options.commit)
     common = {"model": model, "engine": settings.arguments(), "seed": options.seed, "quick": options.quick}
     sizes = [{"id": s.id, "requests": s.requests, "prompt": s.prompt, "output": s.output} for s in scenarios]
     together = takes_turns(backends, shape, options)

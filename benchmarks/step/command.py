@@ -52,12 +52,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def engine_arguments(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """The engine's arguments, without the model and the backend."""
-    tokens = max(CACHE_TOKENS, 2 * options.batch * (options.prompt + 4 * options.steps + 64))
+    longest = options.prompt + 4 * options.steps + 64
+    tokens = max(CACHE_TOKENS, 2 * options.batch * longest)
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "max_model_len": min(shape.max_model_len, options.prompt + 4 * options.steps + 64),
+        "max_model_len": min(shape.max_model_len, longest),
         "max_num_seqs": max(GRAPH_SIZES[-1], options.batch),
         "kv_cache_memory_bytes": tokens * shape.token_bytes,
         "gpu_memory_utilization": 0.1,  # vLLM demands this share of free memory before it reads the line above
@@ -129,8 +130,7 @@ def run(options: argparse.Namespace) -> int:
         shape = replace(shape, config=dict(shape.config) | {"num_hidden_layers": options.layers})
     backends = [name.strip() for name in (options.backends or ",".join(shape.backends[:2])).split(",") if name.strip()]
     lines = report.JsonLines(options.json_path)
-    gathered = facts.gather(torch.device("cuda"))
-    gathered["commit"] = options.commit or gathered["commit"]
+    gathered = facts.gather(torch.device("cuda"), options.commit)
     asked = {name: getattr(options, name) for name in ("model", "layers", "batch", "prompt", "steps", "engine", "seed")}
     lines.write({"kind": "environment", **gathered, **asked})
     failed = False

@@ -75,10 +75,7 @@ def faster(spec: ExpertsSpec, target: Target) -> list[ProblemShape]:
     """
     if spec.global_experts is not None:
         return []
-    found = [problem for problem, _ in tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, spec))]
-    if not found and target.gpu is not None and target.kernel_arch == "sm90":
-        return [problem_of(spec, target.sm_count).of_rows(*tokens) for tokens in UNRECORDED]
-    return found
+    return tuned.faster(TUNED_CONFIGS, target, partial(problem_of, spec), UNRECORDED, Theirs)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -119,21 +119,19 @@ def unfused(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemS
     return [problem for problem, config in found if isinstance(config, Unfused)]
 
 
-def faster(n: int, k: int, dtype: torch.dtype, target: Target) -> list[tuple[int, int]]:
-    """Ranges of rows, both ends included, for which a product without an activation is taken to be faster than cuBLAS.
+def faster(n: int, k: int, dtype: torch.dtype, target: Target) -> list[ProblemShape]:
+    """Ranges of rows for which a product without an activation is taken to be faster than cuBLAS.
 
     By the tuning records of the layer's sizes; without any, up to `UNRECORDED_ROWS` on an SM90.
     """
-    found = tuned.ranges(TUNED_CONFIGS, target, partial(problem_of, n, k, False, dtype))
-    if not found and target.gpu is not None and target.kernel_arch == "sm90":
-        return [(1, UNRECORDED_ROWS)]
-    return [(one.least_rows, one.most_rows) for one, config in found if not isinstance(config, Unfused)]
+    problem = partial(problem_of, n, k, False, dtype)
+    return tuned.faster(TUNED_CONFIGS, target, problem, [(1, UNRECORDED_ROWS)], Unfused)
 
 
 @lru_cache(maxsize=1 << 16)
 def replaces(rows: int, n: int, k: int, dtype: torch.dtype, target: Target) -> bool:
     """Whether a product without an activation is taken to be faster than cuBLAS."""
-    return any(least <= rows <= most for least, most in faster(n, k, dtype, target))
+    return any(problem.holds(rows) for problem in faster(n, k, dtype, target))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -329,6 +329,26 @@ def ranges(
     return [(one.problem, one.config) for one in configs.on(target) if one.problem.of_rows(1, 1) == asked]
 
 
+def faster(
+    configs: TunedConfigs[RowsProblemShapeT],
+    target: Target,
+    problem_of: Callable[[int], RowsProblemShapeT],
+    unrecorded: Sequence[tuple[int, int]],
+    theirs: type,
+) -> list[RowsProblemShapeT]:
+    """Ranges of rows for which a layer is taken to be faster than other kernels, by its records.
+
+    Args:
+        problem_of: as `ranges` has it.
+        unrecorded: (first, last) row of the ranges of a layer without records on an SM90, where it was timed.
+        theirs: the type that stands for the other kernels in a record.
+    """
+    found = ranges(configs, target, problem_of)
+    if not found and target.gpu is not None and target.kernel_arch == "sm90":
+        return [problem_of(target.sm_count).of_rows(*rows) for rows in unrecorded]
+    return [problem for problem, config in found if not isinstance(config, theirs)]
+
+
 def write(path: Path, records: Sequence[Any]) -> None:
     """Replace a file by these records; a reader never sees it half written.
 

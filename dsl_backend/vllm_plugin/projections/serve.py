@@ -58,7 +58,7 @@ def report(kinds: Counter[tuple[str, LinearSpec]], left: Counter[str], target: T
     for (kind, spec), count in kinds.items():
         by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
         found = tuned.faster(spec.n, spec.k, spec.dtypes.x, target) if measured else []
-        rows = ", ".join(f"{least} to {most}" for least, most in found) or f"1 to {MOST_ROWS}"
+        rows = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in found) or f"1 to {MOST_ROWS}"
         logger.info(
             "dsl serves %d projections (%s), %s, for %s rows on %s: by %s", count, kind, spec, rows, target.arch, by
         )
