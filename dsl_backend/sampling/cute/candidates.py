@@ -49,8 +49,8 @@ class CandidateSampler:
             self.reader.for_each_logit_of(
                 smem,
                 row,
-                self.is_candidate(row, bucket_scale, last_bucket, thread_max),
-                partial(self.has_candidate, row, bucket_scale, last_bucket),
+                thread_max,
+                partial(self.is_candidate, row, bucket_scale, last_bucket),
                 partial(self.append_candidate, smem, row, bucket_scale, last_bucket),
             )
             self.cluster.barrier()
@@ -100,11 +100,6 @@ class CandidateSampler:
         """Whether x may be among the k largest and min-p keeps it. False where its probability is 0."""
         prob = fixed_point.prob_of(x, row.reference, row.scale)
         return prob >= row.min_prob and prob > 0 and self.bucket_of(row, bucket_scale, x) <= last_bucket
-
-    @cute.jit
-    def has_candidate(self, row: Row, bucket_scale, last_bucket, block_max):
-        """Whether a block may have one, by its maximum, which is finite where it is infinite."""
-        return block_max == row.reference or self.is_candidate(row, bucket_scale, last_bucket, block_max)
 
     @cute.jit
     def append_candidate(self, smem: SharedStorage, row: Row, bucket_scale, last_bucket, x, token_id):

@@ -22,7 +22,7 @@ from dsl_backend.sampling.cute.candidates import BUCKETS, LANES_PER_CANDIDATE, M
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.full_row import FullRowSampler
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import Row, RowReader, all_needed
+from dsl_backend.sampling.cute.row import Row, RowReader, all_count
 from dsl_backend.sampling.cute.scan import add, cta_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 from dsl_backend.sampling.spec import LogprobsMode
@@ -97,8 +97,8 @@ class Likeliest:
         self.reader.for_each_logit_of(
             smem,
             row,
-            self.is_needed(row, bounds, thread_max),
-            partial(self.has_needed, row, bounds),
+            thread_max,
+            partial(self.is_needed, row, bounds),
             partial(self.append_needed, smem, row, bounds),
         )
         self.cluster.barrier()
@@ -118,11 +118,6 @@ class Likeliest:
         return needed
 
     @cute.jit
-    def has_needed(self, row: Row, bounds: Bounds, block_max):
-        """Whether a block may have one of them, by its maximum, which is finite where it is infinite."""
-        return block_max == row.reference or self.is_needed(row, bounds, block_max)
-
-    @cute.jit
     def append_needed(self, smem: SharedStorage, row: Row, bounds: Bounds, x, token_id):
         return self.candidates.append(smem, self.is_needed(row, bounds, x), x, token_id)
 
@@ -135,7 +130,7 @@ class Likeliest:
             smem.sCount[0] = cutlass.Uint32(0)
         cta_barrier()
         append = partial(self.append_exactly, smem, pivot, last_id)
-        self.reader.for_each_logit_of(smem, row, cutlass.Boolean(True), all_needed, append)
+        self.reader.for_each_logit_of(smem, row, row.row_max, all_count, append)
         self.cluster.barrier()
 
     @cute.jit

@@ -10,7 +10,7 @@ from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.sampling.configs import HISTOGRAM_BINS, ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
-from dsl_backend.sampling.cute.row import Row, RowReader, all_needed
+from dsl_backend.sampling.cute.row import Row, RowReader, all_count
 from dsl_backend.sampling.cute.scan import cta_inclusive_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -70,7 +70,7 @@ class RadixSelect:
             self.clear(smem)
             cta_barrier()
             self.reader.for_each_logit_of(
-                smem, row, cutlass.Boolean(True), all_needed, partial(self.count_tie, smem, pivot, key_pivot, shift)
+                smem, row, row.row_max, all_count, partial(self.count_tie, smem, pivot, key_pivot, shift)
             )
             digit, remaining = self.find_bin(smem, remaining)
             key_pivot = key_pivot | (digit << shift)

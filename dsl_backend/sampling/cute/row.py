@@ -267,18 +267,18 @@ class RowReader:
 
     @cute.jit
     def for_each_logit_of(
-        self, smem: SharedStorage, row: Row, selected, is_needed: cutlass.Constexpr, visit: cutlass.Constexpr
+        self, smem: SharedStorage, row: Row, thread_max, may_count: cutlass.Constexpr, visit: cutlass.Constexpr
     ):
-        """Call visit(x, token_id) for each logit of the threads that are selected, in blocks that are needed.
+        """Call visit(x, token_id) for each logit of the threads and the blocks whose maxima may count.
 
         The lanes of a warp share these logits, one vector for each at a time. The warp stops once visit has returned
         true in a lane.
 
         Args:
-            is_needed: whether a block is, by its maximum. That is finite where it is infinite.
+            may_count: whether a logit may; if not, no smaller one does.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
-        threads = cutlass.Uint32(cute.arch.vote_ballot_sync(selected))
+        threads = cutlass.Uint32(cute.arch.vote_ballot_sync(may_count(thread_max)))
         if threads != 0:
             self.write_list(smem.sLists, 2 * warp * WARP, threads, lane)
             blocks = self.blocks(row.vocab)
@@ -287,7 +287,9 @@ class RowReader:
                 index = first + lane * self.warps
                 needed = cutlass.Boolean(False)
                 if index < blocks:
-                    needed = is_needed(cutlass.Float32(smem.sBlockMax[index]))
+                    # A block's maximum is finite where it is infinite, so that it may count although it does not.
+                    block_max = cutlass.Float32(smem.sBlockMax[index])
+                    needed = block_max == row.reference or may_count(block_max)
                 found = cutlass.Uint32(cute.arch.vote_ballot_sync(needed))
                 if found != 0 and not stop:
                     self.write_list(smem.sLists, (2 * warp + 1) * WARP, found, index)
@@ -348,6 +350,6 @@ def popc(mask):
     return cutlass.Int32(cute.arch.popc(mask))
 
 
-def all_needed(block_max):
-    """Every block, of `RowReader.for_each_logit_of`."""
+def all_count(x):
+    """Every logit, for `RowReader.for_each_logit_of`."""
     return cutlass.Boolean(True)

@@ -60,8 +60,8 @@ class RowMax:
         self.reader.for_each_logit_of(
             smem,
             row,
-            thread_max == row.row_max,
-            lambda block_max: block_max == row.reference,
+            thread_max,
+            lambda x: x == row.row_max,
             partial(self.take_lower_id, smem, row),
         )
         self.cluster.barrier()
