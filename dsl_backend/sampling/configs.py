@@ -83,7 +83,7 @@ class ClusterConfig:
         ):
             cluster *= 2
         max_blocks = max(cls.max_blocks, blocks_of(spec.vocab, cluster))
-        # Two CTAs of an SM have enough 32-bit logits in flight: with more an H200 was slower.
+        # An earlier form was slower with it on an H200; the form of today is not (docs/decisions.md).
         blocks_ahead = 0 if cluster == 1 and spec.dtype.itemsize == 4 else 1
         return cls(
             cluster=cluster,
