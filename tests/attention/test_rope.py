@@ -196,11 +196,11 @@ MISTAKES = (
     ("values are normalised", "if not is_value:\n            weight = to", "if True:\n            weight = to"),
     ("values are rotated", "rotates = not is_value and lane", "rotates = lane"),
     ("the other rotation", "rY[one] = a * cos - b * sin", "rY[one] = a * cos + b * sin"),
-    ("the weight of keys", "weight = args.q_weight.iterator.toint() if is_query else weight", "pass"),
-    ("an unknown slot", "cutlass.Uint64(page) < cutlass.Uint64(args.key_cache.shape[0])", "slot == slot"),
-    ("a slot of no token", "if not is_query and token < args.slots.shape[0]:", "if not is_query:"),
+    ("the weight of keys", "weight = tensors.q_weight.iterator.toint() if is_query else weight", "pass"),
+    ("an unknown slot", "cutlass.Uint64(page) < cutlass.Uint64(tensors.key_cache.shape[0])", "slot == slot"),
+    ("a slot of no token", "if not is_query and token < tensors.slots.shape[0]:", "if not is_query:"),
     ("sines behind the head", SINES.format("key.rotary_dim"), SINES.format("dim")),
-    ("a thread beyond the last token", "active = token < args.positions.shape[0] and lane", "active = lane"),
+    ("a thread beyond the last token", "active = token < tensors.positions.shape[0] and lane", "active = lane"),
 )
 QUICK_MISTAKES: tuple[str, ...] = ()
 OFTEN_MISTAKES = ("sums of another head", "a slot of no token", "the weight of keys")
@@ -213,7 +213,7 @@ def run(case: RopeCase, made: Callable[..., Any]) -> None:
         given = build(case, "cpu")
         with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, strict=True):
             function = function or toolkit.compiled(made(key), rope_host.fake_args(key), "sm_90a", "")
-            function(*given, EPS)
+            function(given._replace(k_scale=None, v_scale=None), given.q, EPS)
         judge(case, given, build(case, "cpu"), "cute")
 
 
