@@ -76,14 +76,15 @@ def write_kv(problem: WriteProblem, inputs: WriteInputs, kernel: str | None = No
     return run
 
 
-provider(
-    "prefill",
-    name="e4m3",
-    objections=partial(objections, Operation.PREFILL, kernel=dispatch.FP8_PRODUCTS),
-    limits=fp8_limits,
-    default=False,
-    package="dsl-backend",
-)(partial(attention, kernel=dispatch.FP8_PRODUCTS))
+for name, operation in (("prefill", Operation.PREFILL), ("mla-decode", Operation.MLA_DECODE)):
+    provider(
+        name,
+        name="e4m3",
+        objections=partial(objections, operation, kernel=dispatch.FP8_PRODUCTS),
+        limits=fp8_limits,
+        default=False,
+        package="dsl-backend",
+    )(partial(attention, kernel=dispatch.FP8_PRODUCTS))
 
 for name, operation in (
     ("decode", Operation.DECODE),

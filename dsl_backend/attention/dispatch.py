@@ -10,6 +10,7 @@ from dsl_backend.attention import variants
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
+from dsl_backend.attention.cute.sm90 import mla_fp8_configs as mla_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
 from dsl_backend.attention.spec import AttentionSpec
@@ -128,6 +129,11 @@ def fp8_decode(spec: AttentionSpec) -> list[str]:
     return fp8_products(spec) or cute_dense(spec)
 
 
+def fp8_mla(spec: AttentionSpec) -> list[str]:
+    """What the kernel of absorbed MLA with products in 8 bits needs."""
+    return cute_mla(spec) or mla_fp8_sm90.unserved(spec)
+
+
 def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
     """What the CuTe DSL kernel that writes keys and values needs; it has no instruction of one SM alone."""
     if reasons := target.arch_objections("sm90", "sm100"):
@@ -165,8 +171,8 @@ def cute(
     return Entry(by_name or "cute", f"{title} {kernel_arch}", path, objections, variants_of, by_name is not None)
 
 
-# The kernels of fp8 caches with products in 8 bits, which are less exact: by name, until they are measured. Short
-# queries have products in 16 bits, as by default.
+# The kernels of fp8 caches with products in 8 bits, which are less exact: by name. Short queries of dense layers have
+# products in 16 bits, as by default.
 FP8_PRODUCTS = "cute-fp8"
 
 
@@ -211,6 +217,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     Operation.MLA_DECODE: (
         cute("sm90", "mla-decode", "mla_host:MlaSplitKV", cute_mla, mla_sm90.default_mla_config, variants.SM90_MLA),
         cute("sm100", "mla-decode", "mla_host:MlaSplitKV", cute_mla, mla_sm100.default_mla_config, variants.SM100_MLA),
+        cute(
+            "sm90",
+            "mla-decode e4m3",
+            "mla_host:Fp8MlaSplitKV",
+            fp8_mla,
+            mla_fp8_sm90.default_fp8_mla_config,
+            variants.SM90_FP8_MLA,
+            FP8_PRODUCTS,
+        ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),
         reference("mla-decode reference"),
     ),

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
+from dsl_backend.attention.cute.sm90 import mla_fp8_configs as latent_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
 from dsl_backend.attention.spec import AttentionSpec
@@ -29,14 +30,14 @@ class ProblemShape(tuned.ProblemShape):
     known.
 
     Attributes:
-        operation: `prefill` of long queries, `prefill_e4m3` with products in 8 bits; `decode` and `mla_decode` of
-            short ones.
+        operation: `prefill` of long queries, `decode` and `mla_decode` of short ones; with products in 8 bits
+            `prefill_e4m3` and `mla_decode_e4m3`.
         group: query heads that share a key head: the rows of a token in a tile.
         paged: whether keys are in pages.
         features: that change scores, and cost registers; sorted.
     """
 
-    operation: Literal["prefill", "prefill_e4m3", "decode", "mla_decode"]
+    operation: Literal["prefill", "prefill_e4m3", "decode", "mla_decode", "mla_decode_e4m3"]
     head_dim: PositiveInt
     head_dim_v: PositiveInt
     dtype: Literal["float16", "bfloat16"]
@@ -95,6 +96,9 @@ TUNABLE: Mapping[Heuristic, Tunable] = MappingProxyType(
         sm100.default_config: Tunable("prefill", sm100.DenseConfig, sm100.variants),
         sm100.default_split_config: Tunable("decode", sm100.DenseConfig, sm100.split_variants),
         latent_sm90.default_mla_config: Tunable("mla_decode", latent_sm90.MlaConfig, latent_sm90.mla_variants),
+        latent_fp8_sm90.default_fp8_mla_config: Tunable(
+            "mla_decode_e4m3", latent_fp8_sm90.Fp8MlaConfig, latent_fp8_sm90.fp8_mla_variants
+        ),
         latent_sm100.default_mla_config: Tunable("mla_decode", latent_sm100.MlaConfig, latent_sm100.mla_variants),
     }
 )
@@ -107,6 +111,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
         "sm90.DenseConfig": sm90.DenseConfig,
         "sm90.Fp8Config": fp8_sm90.Fp8Config,
         "sm90.MlaConfig": latent_sm90.MlaConfig,
+        "sm90.Fp8MlaConfig": latent_fp8_sm90.Fp8MlaConfig,
         "sm100.DenseConfig": sm100.DenseConfig,
         "sm100.MlaConfig": latent_sm100.MlaConfig,
         "sm100.TwoCtaMlaConfig": latent_sm100.TwoCtaMlaConfig,

@@ -190,11 +190,15 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
     return Online(out, lse, largest)
 
 
-def judge(result: Result, problem: Problem, arithmetic: Arithmetic) -> None:
+def judge(result: Result, problem: Problem, arithmetic: Arithmetic, flipped_part: float = FLIPPED_PART) -> None:
     """Raises AssertionError where a result is not what the arithmetic gives.
 
     Each row has the budget of its output's rounding and of the row sum's. Some may have that of one P, the largest,
     rounded to the other side.
+
+    Args:
+        flipped_part: such rows, as a part of all. Elements of Q midway between two numbers of e4m3 go to either side
+            too, by the last bit of a reciprocal: wide rows have more of them.
     """
     mine, expected = problem.owned(), attention(problem, arithmetic)
     for name, tensor in (("out", result.out), ("lse", result.lse)):
@@ -216,7 +220,7 @@ def judge(result: Result, problem: Problem, arithmetic: Arithmetic) -> None:
         assert_errors_fit(found, right, budget + flipped, what)
         error = torch.where(right.isfinite(), (found - right).abs(), 0.0).amax(-1)
         count, rows = int((error > budget).sum()), len(error)
-        assert count <= FLIPPED_ROWS + FLIPPED_PART * rows, (
+        assert count <= FLIPPED_ROWS + flipped_part * rows, (
             f"{what}: {count} of {rows} rows are further off than rounding explains"
         )
 

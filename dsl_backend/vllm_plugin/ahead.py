@@ -33,6 +33,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import reasons_against_engine
 from dsl_backend.vllm_plugin.options import ServedBy
+from dsl_backend.vllm_plugin.validation import kernel_for_keys
 
 SpecT = TypeVar("SpecT")
 # (id of the engine's configuration, what its layers need). A model has many layers, but few kinds of them.
@@ -59,7 +60,8 @@ def compile_attention(
 
         kernel = options.of(vllm_config).attention_kernel
         for spec in wanted:
-            yield from precompile_specs_of(spec, target, lse=lse, sinks=sinks, kernel=kernel)
+            named = kernel_for_keys(spec, kernel)
+            yield from precompile_specs_of(spec, target, lse=lse, sinks=sinks, kernel=named)
         if others:
             yield from predicted(vllm_config, target)
 

@@ -14,7 +14,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.workspace import Workspace, reset_all
 from dsl_backend.vllm_plugin import compat
-from dsl_backend.vllm_plugin.validation import kernel_for
+from dsl_backend.vllm_plugin.validation import kernel_for, kernel_for_keys
 
 
 class Planners:
@@ -43,7 +43,7 @@ class Planners:
         """The spec's planner. Raises Unsupported: no kernel serves the spec, or not the one asked for."""
         planner = self._of.get(spec)
         if planner is None:
-            planner = self._of[spec] = Planner(spec, self.target, self.workspace, self.kernel)
+            planner = self._of[spec] = Planner(spec, self.target, self.workspace, kernel_for_keys(spec, self.kernel))
             info_once(f"dsl serves attention of {spec} on {self.target.arch}: by {self.served_by(planner)}")
         return planner
 

@@ -311,7 +311,8 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         """Select dsl's prefill in vLLM's config if the user has selected none: vLLM reads it right after this."""
         if attention_config.mla_prefill_backend is not None:
             return
-        reasons = validation.reasons_against(self.prefill_spec(Causality.CAUSAL), target, kernel)
+        spec = self.prefill_spec(Causality.CAUSAL)
+        reasons = validation.reasons_against(spec, target, validation.kernel_for_keys(spec, kernel))
         if reasons:
             warning_once(f"dsl leaves MLA prefill to vLLM: {'; '.join(reasons)}")
         else:

@@ -84,6 +84,14 @@ def kernel_for(operation: dispatch.Operation, kernel: str | None) -> str | None:
     return None if operation is dispatch.Operation.WRITE_KV and kernel not in names else kernel
 
 
+def kernel_for_keys(spec: AttentionSpec, kernel: str | None) -> str | None:
+    """The kernel that attends for a layer of this spec, given the name that the user asked for.
+
+    Prefill of MLA projects keys to 16 bits: products in 8 bits are those of the cache, and it has the best kernel.
+    """
+    return None if kernel == dispatch.FP8_PRODUCTS and spec.page_size is None else kernel
+
+
 def probe(target: Target, **changes: Any) -> list[str]:
     """Reasons against an ordinary layer with some facts of its spec changed."""
     dtype = changes.pop("dtype", torch.float16)

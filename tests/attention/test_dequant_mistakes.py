@@ -31,7 +31,7 @@ CASE = Case(q_lens=(20,), kv_lens=(150,), heads=(1, 1), dim=128, page=16, fp8=Tr
 CONFIG = DenseConfig(groups=1, tile_n=32, stages=2, dequant_stages=2)
 
 WAITS = "            if cutlass.const_expr(first == 0):\n"
-ARRIVES = "        self.arrive(self.taken + fp8_stage * parts, self.num_ctas)\n"
+ARRIVES = "        arrive_warp(self.taken + fp8_stage * parts, self.num_ctas)\n"
 
 
 def early() -> Mistake:

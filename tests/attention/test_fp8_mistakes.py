@@ -48,8 +48,8 @@ MISTAKES = {
     transpose.TransposeWarps: (
         (
             "bytes of odd and even columns are swapped",
-            "for selector in (self.first_bytes, self.second_bytes)",
-            "for selector in (self.second_bytes, self.first_bytes)",
+            "selectors = self.first_bytes, self.second_bytes",
+            "selectors = self.second_bytes, self.first_bytes",
         ),
         (
             "keys in the order of memory",
@@ -58,19 +58,19 @@ MISTAKES = {
         ),
         (
             "the source's swizzle is left out",
-            "source += (column % self.width) ^ swizzle_of(self.key_offset, self.width)",
-            "source += column % self.width",
+            "(self.first_column + column) ^ swizzle_of(self.key_offset, self.width)",
+            "self.first_column + column",
         ),
         ("no fence for MMAs", '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
         (
             "a stage of V transposed is overwritten",
-            "        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase ^ 1)\n",
+            "        cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(kv_idx, self.stages) ^ 1)\n",
             "",
         ),
         (
             "V is read before it has arrived",
-            "        cute.arch.mbarrier_wait(self.barriers.v_loaded + stage, phase)\n",
-            "",
+            "cute.arch.mbarrier_wait(self.barriers.v_loaded + source_stage, phase_of(kv_idx, self.source_stages))",
+            "pass",
         ),
         ("keys beyond the end stay", "if num_keys < self.tile_n:", "if num_keys < 0:"),
         ("keys before the window stay", "if num_keys > 0:", "if num_keys > self.tile_n:"),

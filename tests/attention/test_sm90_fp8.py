@@ -170,12 +170,13 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
     [
         ({}, []),
         ({"dim": 256}, ["head size 256 is not", "value head size 256 is not"]),
+        ({"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True}, []),
         (
-            {"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True},
-            ["cute-fp8: attention.mla_decode has no kernel of that name"],
+            {"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True, "fp8": False},
+            ["mla-decode e4m3 sm90: keys of bfloat16"],
         ),
     ],
-    ids=["served", "wide", "mla"],
+    ids=["served", "wide", "mla", "mla-16-bits"],
 )
 def test_a_server_refuses_it_before_it_starts(facts: dict[str, Any], reasons: list[str]) -> None:
     """Where layers ask for the kernel that attends by its name, and for any that writes the cache."""

@@ -52,6 +52,15 @@ class MlaLoads(NamedTuple):
     mK: cute.Tensor
 
 
+class MlaKeyLoads(NamedTuple):
+    """Of a kernel whose MMA warps load the queries: the queries as they are, and the keys' TMA atom."""
+
+    mQ: cute.Tensor  # (total_q, head_q, latent)
+    mQRope: cute.Tensor  # (total_q, head_q, rope)
+    tma_atom_k: cute.CopyAtom
+    mK: cute.Tensor
+
+
 class TiledMmas(NamedTuple):
     """The matrix products of a kernel: S = Q K^T and O += P V."""
 

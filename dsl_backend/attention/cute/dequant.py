@@ -10,6 +10,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.primitives.math import e4m3_to_f16, e5m2_to_f16
@@ -99,21 +100,10 @@ class DequantTiles:
                     self.store(words[None, i - first], self.write + self.offset(i), stage)
         # After the stores, which depend on the loads. TMA, which the arrival lets in, writes through another proxy: on
         # an H200 arrivals overtook loads in flight, and TMA overwrote what these were to read.
-        self.arrive(self.taken + fp8_stage * parts, self.num_ctas)
+        arrive_warp(self.taken + fp8_stage * parts, self.num_ctas)
         # MMAs read through the async proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.arrive(self.full + stage * parts, 1)
-
-    @cute.jit
-    def arrive(self, mbar: cute.Pointer, num_ctas: cutlass.Constexpr[int]):
-        """Arrive, once for the warp, at the mbarrier of each CTA."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            if cutlass.const_expr(num_ctas == 1):
-                cute.arch.mbarrier_arrive(mbar)
-            else:
-                for cta_rank in cutlass.range_constexpr(num_ctas):
-                    cute.arch.mbarrier_arrive(mbar, cta_rank)
+        arrive_warp(self.full + stage * parts)
 
     def offset(self, i: int) -> int:
         """Offset of a thread's i-th target vector from its first one, in vectors."""

@@ -38,6 +38,18 @@ def allocate_mbarriers(
     return {name: allocator.allocate_array(cutlass.Int64, array.stages) for name, array in arrays.items()}
 
 
+@cute.jit
+def arrive_warp(mbar: cute.Pointer, num_ctas: cutlass.Constexpr[int] = 1):
+    """Arrive, once for the warp, at the mbarrier of each CTA of the cluster."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        if cutlass.const_expr(num_ctas == 1):
+            cute.arch.mbarrier_arrive(mbar)
+        else:
+            for cta_rank in cutlass.range_constexpr(num_ctas):
+                cute.arch.mbarrier_arrive(mbar, cta_rank)
+
+
 def init_mbarriers(barriers: Any, arrays: Mapping[str, MbarArray]) -> None:
     """Initialise all mbarriers. One thread calls it; a fence and a barrier of the CTA follow.
 

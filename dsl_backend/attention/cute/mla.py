@@ -82,7 +82,7 @@ class TiledMla:
         self.math_clears = self.most_boxes > 1 and self.rows_loaded < ROWS
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
-        self.parts = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
+        self.parts: tuple[range, ...] = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
 
     def atom(self, width: int) -> cute.ComposedLayout:
         """The swizzled layout atom of rows of `width` elements."""

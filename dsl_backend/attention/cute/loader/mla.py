@@ -7,9 +7,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.args import MlaLoads
 from dsl_backend.attention.cute.loader.dense import LoadWarp, query_box
-from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
+from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.primitives.copy import EVICT_FIRST
@@ -22,6 +21,7 @@ class MlaLoadWarp(LoadWarp):
     Args:
         kernel: the `TiledMla`.
         barriers: a kernel's, as `tma_barriers` gives them.
+        loads: `MlaLoads`.
         sQ: [row, column, 1]; sK: [key, column, stage], where TMA writes keys.
     """
 
@@ -30,7 +30,7 @@ class MlaLoadWarp(LoadWarp):
         kernel: Any,
         work_pipeline: WorkTilePipeline,
         barriers: Any,
-        loads: MlaLoads,
+        loads: Any,
         sQ: cute.Tensor,
         sK: cute.Tensor,
         requests: Requests,
@@ -48,23 +48,32 @@ class MlaLoadWarp(LoadWarp):
             self.copy_options["cache_policy"] = cutlass.Int64(EVICT_FIRST)
         self.group = kernel.key.heads_q // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
-        self.tma_atom_q, self.mQ, self.tma_atom_q_rope, self.mQRope, self.tma_atom_k, self.mK = loads
+        self.tma_atom_k, self.mK = loads.tma_atom_k, loads.mK
         self.chunk, self.parts = kernel.chunk, kernel.parts
-        self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
-        self.set_query_boxes(kernel)
         self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
         self.waits_for_peers = kernel.mma_commits_late and cluster > 1 and not self.key.kv.fp8
         self.chunk_bytes = self.tile_n * kernel.chunk * self.key.kv.itemsize
+        self.sK = self.in_boxes(sK, self.box, kernel.chunk)
+        self.set_queries(kernel, loads, sQ)
+
+    def set_queries(self, kernel: Any, loads: Any, sQ: cute.Tensor) -> None:
+        """Set what the loads of Q need."""
+        self.tma_atom_q, self.mQ, self.tma_atom_q_rope, self.mQRope = loads[:4]
+        self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
+        self.set_query_boxes(kernel)
         # Rows of a chunk lie one after another: [head and token, box, chunk].
         box = query_box(kernel, kernel.box_tokens)
         strides = (box.stride, kernel.rows_loaded * kernel.chunk, ROWS * kernel.chunk)
         layout = cute.make_layout((box.shape, self.q_boxes, self.chunks), stride=strides)
         self.sQ = cute.make_tensor(sQ.iterator, layout)
-        self.sK = self.in_boxes(sK, self.box, kernel.chunk)
+
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        """The TMA atoms, whose descriptors are prefetched."""
+        return self.tma_atom_q, self.tma_atom_q_rope, self.tma_atom_k
 
     @cute.jit
     def run(self):
-        for atom in (self.tma_atom_q, self.tma_atom_q_rope, self.tma_atom_k):
+        for atom in self.atoms():
             cpasync.prefetch_descriptor(atom)
         work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(work_tiles)
@@ -83,13 +92,13 @@ class MlaLoadWarp(LoadWarp):
         if cutlass.const_expr(self.waits_for_peers):
             # The peers' MMAs signal mbarriers of this CTA, which must not exit before.
             for stage in cutlass.range(self.stages, unroll=1):
-                for part in cutlass.range_constexpr(PARTS):
+                for part in cutlass.range_constexpr(len(self.parts)):
                     self.wait_empty(tiles + stage, part)
 
     @cute.jit
     def wait_empty(self, count: cutlass.Int32, part: cutlass.Constexpr[int]):
         """Wait until a part of the stage of the count-th tile is empty; return the index of its mbarriers."""
-        mbar_idx = stage_of(count, self.stages) * PARTS + part
+        mbar_idx = stage_of(count, self.stages) * len(self.parts) + part
         cute.arch.mbarrier_wait(self.barriers.k_empty + mbar_idx, phase_of(count, self.stages) ^ 1)
         return mbar_idx
 
@@ -117,10 +126,23 @@ class MlaLoadWarp(LoadWarp):
     def load_rows(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
         """Load a key tile, each part once its stage is empty; `count` tiles were loaded before."""
         stage = stage_of(count, self.stages)
-        for part in cutlass.range_constexpr(PARTS):
+        for part in cutlass.range_constexpr(len(self.parts)):
             mbar_full = self.barriers.k_full + self.wait_empty(count, part)
             self.expect(mbar_full, len(self.parts[part]) * self.chunk_bytes)
             chunks = self.parts[part]
             self.load_tile(
                 self.tma_atom_k, self.mK, self.sK, self.chunk, chunks, work, n_block, pages, stage, mbar_full
             )
+
+
+class MlaKeyLoadWarp(MlaLoadWarp):
+    """As MlaLoadWarp, for kernels whose MMA warps load Q themselves: `loads` is `MlaKeyLoads`."""
+
+    def set_queries(self, kernel: Any, loads: Any, sQ: cute.Tensor) -> None:
+        """Nothing: the load warp does not see Q."""
+
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return (self.tma_atom_k,)
+
+    def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:
+        """Nothing, as above."""

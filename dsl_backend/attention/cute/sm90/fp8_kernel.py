@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.dequant import tma_barriers
@@ -24,7 +23,8 @@ from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, 
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP, DenseForward
 from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
 from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer
-from dsl_backend.attention.cute.tiles import SWIZZLES, LayerKey, TiledKernel
+from dsl_backend.attention.cute.sm90.fp8_smem import e4m3_mma, fp8_box, fp8_tensors
+from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.attention.cute.transpose import TransposeWarps
 from dsl_backend.primitives import dependent_launch
 
@@ -46,40 +46,11 @@ class Fp8Forward(DenseForward):
         self.mma_registers, self.load_registers, _ = key.config.registers
 
     def tiled_mmas(self) -> TiledMmas:
-        groups, e4m3 = (self.config.groups, 1, 1), cutlass.Float8E4M3FN
-
-        def tiled_mma(columns: int) -> cute.TiledMma:
-            return hopper_helpers.make_trivial_tiled_mma(
-                e4m3,
-                e4m3,
-                OperandMajorMode.K,
-                OperandMajorMode.K,
-                cutlass.Float32,
-                groups,
-                (64, columns),
-                warpgroup.OperandSource.RMEM,
-            )
-
-        return TiledMmas(tiled_mma(self.tile_n), tiled_mma(self.dims_v))
-
-    def fp8_atom(self, width: int) -> cute.ComposedLayout:
-        """The swizzled layout atom of rows of `width` bytes."""
-        return warpgroup.make_smem_layout_atom(SWIZZLES[fp8_chunk(width) // 2], cutlass.Uint8)
-
-    def fp8_stages(self, rows: int, width: int) -> cute.ComposedLayout:
-        """(row, byte, stage) in shared memory: chunks of columns, each (row, chunk)."""
-        return cute.tile_to_shape(self.fp8_atom(width), (rows, width, self.config.stages), order=(0, 1, 2))
+        groups, registers = (self.config.groups, 1, 1), warpgroup.OperandSource.RMEM
+        return TiledMmas(e4m3_mma(self.tile_n, registers, groups), e4m3_mma(self.dims_v, registers, groups))
 
     def key_box(self, width: int):
-        box = (self.box, fp8_chunk(width))
-        return cute.tile_to_shape(self.fp8_atom(width), box, order=(0, 1)), box
-
-    def fp8_tensors(self, allocator: cutlass.utils.SmemAllocator, rows: int, width: int) -> list[cute.Tensor]:
-        """The same stages as bytes, which TMA and the transposition write, and as e4m3, which MMAs read."""
-        layout = self.fp8_stages(rows, width)
-        place = allocator.allocate(cute.cosize(layout.outer), byte_alignment=1024)
-        types = cutlass.Uint8, cutlass.Float8E4M3FN
-        return [cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype=kind), layout.outer) for kind in types]
+        return fp8_box(self.box, width)
 
     @cute.kernel
     def kernel(
@@ -96,9 +67,9 @@ class Fp8Forward(DenseForward):
         allocator = cutlass.utils.SmemAllocator()
         q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
-        sK_tma, sK = self.fp8_tensors(allocator, self.tile_n, self.dims)
-        sV_tma, _ = self.fp8_tensors(allocator, self.tile_n, self.dims_v)
-        sVt_bytes, sVt = self.fp8_tensors(allocator, self.dims_v, self.tile_n)
+        sK_tma, sK = fp8_tensors(allocator, self.tile_n, self.dims, config.stages)
+        sV_tma, _ = fp8_tensors(allocator, self.tile_n, self.dims_v, config.stages)
+        sVt_bytes, sVt = fp8_tensors(allocator, self.dims_v, self.tile_n, config.stages)
         work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         arrays = fp8_mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))

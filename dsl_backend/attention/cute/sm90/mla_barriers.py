@@ -16,6 +16,8 @@ from dsl_backend.attention.cute.mbarriers import (
 from dsl_backend.attention.cute.mla_configs import PARTS
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, MlaConfig
+from dsl_backend.attention.cute.sm90.mla_fp8_configs import Fp8MlaConfig
+from dsl_backend.attention.cute.transpose import TRANSPOSE_WARPS
 
 
 class Barriers(NamedTuple):
@@ -34,6 +36,23 @@ class Barriers(NamedTuple):
     work_empty: cute.Pointer
     k_loaded: cute.Pointer | None = None
     k_taken: cute.Pointer | None = None
+
+
+class Fp8Barriers(NamedTuple):
+    """The same of the kernel with e4m3 products: stages of K, and of V transposed, each of whole tiles.
+
+    Attributes:
+        v_loaded, v_taken: `k_full` and `k_empty`, as TransposeWarps call them.
+    """
+
+    k_full: cute.Pointer
+    k_empty: cute.Pointer
+    v_full: cute.Pointer
+    v_empty: cute.Pointer
+    work_full: cute.Pointer
+    work_empty: cute.Pointer
+    v_loaded: cute.Pointer | None = None
+    v_taken: cute.Pointer | None = None
 
 
 def mbar_arrays(config: MlaConfig) -> dict[str, MbarArray]:
@@ -55,3 +74,17 @@ def mbar_arrays(config: MlaConfig) -> dict[str, MbarArray]:
     if fp8:
         arrays |= dequant_mbar_arrays("k", PARTS * fp8, cluster * dequant_warps)
     return arrays
+
+
+def fp8_mbar_arrays(config: Fp8MlaConfig) -> dict[str, MbarArray]:
+    """The arrays of the kernel with e4m3 products. One MMA warpgroup and the transposition warps read a stage of K."""
+    mma_warps = GROUPS * WARPS_PER_WARPGROUP
+    k_consumers = WARPS_PER_WARPGROUP + TRANSPOSE_WARPS
+    return {
+        "k_full": MbarArray(config.dequant_stages, TMA),
+        "k_empty": MbarArray(config.dequant_stages, config.cluster * k_consumers),
+        "v_full": MbarArray(config.stages, TRANSPOSE_WARPS),
+        "v_empty": MbarArray(config.stages, mma_warps),
+        "work_full": MbarArray(WORK_TILE_STAGES, SCHEDULER_WARPS),
+        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + LOAD_WARPS + TRANSPOSE_WARPS),
+    }

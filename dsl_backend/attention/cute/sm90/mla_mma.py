@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import MlaTiledMmas, Outputs
+from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -23,7 +24,6 @@ from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, 
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm90.dense_mma import RESCALE_THRESHOLD, rescale_rows, with_accumulate
-from dsl_backend.attention.cute.sm90.mla_barriers import Barriers
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
 from dsl_backend.attention.cute.sm90.split_fold import SplitFold
@@ -54,6 +54,7 @@ class MlaMmaConsumer:
 
     Args:
         kernel: the `MlaForward`.
+        barriers: `Barriers`; smem: `MlaSmem`.
         thread: of both warpgroups.
     """
 
@@ -62,21 +63,20 @@ class MlaMmaConsumer:
         kernel: Any,
         work_pipeline: WorkTilePipeline,
         mmas: MlaTiledMmas,
-        barriers: Barriers,
-        smem: MlaSmem,
+        barriers: Any,
+        smem: Any,
         outputs: Outputs,
         requests: Requests,
         scoring: ScoreModArgs,
         thread: cutlass.Int32,
     ) -> None:
-        sQ, sK, sV, sP, self.sStats, self.sRowSum = smem
+        self.sQ, self.sV, self.sP, self.sStats, self.sRowSum = smem.sQ, smem.sV, smem.sP, smem.sStats, smem.sRowSum
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
         self.work_pipeline, self.barriers = work_pipeline, barriers
         self.tiled_mma_qk = with_accumulate(mmas.qk, False)
         self.tiled_mma_qk_accumulate = with_accumulate(mmas.qk, True)
         self.tiled_mma_pv = with_accumulate(mmas.pv, True)
         self.tiled_mma_pv_shared = with_accumulate(mmas.pv_shared, True)
-        self.sQ, self.sV, self.sP = sQ, sV, sP
         self.out, self.lse, self.partials, fold_workspace = outputs
         self.thread = thread % WARPGROUP
         self.group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -85,8 +85,19 @@ class MlaMmaConsumer:
         self.row = self.thread // 32 * 16 + lane // QUAD
         self.column = lane % QUAD * 2
         self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
+        self.partition(mmas, smem, thread)
+        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+        self.softmax = self.make_softmax()
+        self.split_fold = None
+        if kernel.key.tiles_per_split:
+            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, MMA_THREADS, self.row)
+
+    def partition(self, mmas: MlaTiledMmas, smem: Any, thread: cutlass.Int32) -> None:
+        """Set the operands and accumulators; `thread` is of both warpgroups."""
+        kernel, (sQ, sK, sV, sP) = self.kernel, smem[:4]
         thr_mma_qk, thr_mma_pv = mmas.qk.get_slice(self.thread), mmas.pv.get_slice(thread)
         thr_mma_pv_shared = mmas.pv_shared.get_slice(thread)
+        self.k_blocks = kernel.chunk // 16  # of a chunk
         self.tSrQ = mmas.qk.make_fragment_A(thr_mma_qk.partition_A(sQ))
         self.tSrK = mmas.qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         sVt = cute.make_tensor(sV.iterator, kernel.by_group(cute.select(sV.layout, mode=[1, 0, 2])))
@@ -95,14 +106,10 @@ class MlaMmaConsumer:
         self.acc_S = cute.make_rmem_tensor(thr_mma_qk.partition_shape_C((ROWS, kernel.tile_n)), cutlass.Float32)
         self.tOrP = cute.make_rmem_tensor(thr_mma_pv.partition_shape_A((ROWS, kernel.tile_n)), kernel.dtype)
         self.acc_O = cute.make_rmem_tensor(thr_mma_pv.partition_shape_C((ROWS, kernel.dims_v)), cutlass.Float32)
-        self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
-        tiles_per_split = kernel.key.tiles_per_split
-        self.softmax = SpeculativeSoftmax(
-            ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD, in_order=tiles_per_split > 0
-        )
-        self.split_fold = None
-        if tiles_per_split:
-            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, MMA_THREADS, self.row)
+
+    def make_softmax(self) -> Any:
+        in_order = self.key.tiles_per_split > 0
+        return SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD, in_order=in_order)
 
     @cute.jit
     def run(self):
@@ -120,7 +127,7 @@ class MlaMmaConsumer:
             self.softmax.reset()
             self.acc_O.fill(0.0)
             self.rows.start(work)
-            cute.arch.mbarrier_wait(self.barriers.q_full, work_tiles & 1)
+            self.begin_q(work, work_tiles)
             if cutlass.const_expr(self.key.tiles_per_split):
                 splits = self.mma_splits(work, tiles, splits)
             else:
@@ -130,6 +137,15 @@ class MlaMmaConsumer:
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
+
+    @cute.jit
+    def begin_q(self, work: WorkTile, count: cutlass.Int32):
+        """Wait for Q of a work tile; `count` were processed before."""
+        cute.arch.mbarrier_wait(self.barriers.q_full, count & 1)
+
+    def release_q(self) -> None:
+        """Signal, for this warp, that Q was read."""
+        self.release(self.barriers.q_empty)
 
     @cute.jit
     def mma_splits(self, work: WorkTile, tiles: cutlass.Int32, splits: cutlass.Int32):
@@ -188,17 +204,11 @@ class MlaMmaConsumer:
         """The second warpgroup's work tile, with S of the odd key tiles."""
         count = work.n_block_max - work.n_block_min
         if count == 1 and releases_q:
-            self.release(self.barriers.q_empty)
+            self.release_q()
         for pair in cutlass.range(count // 2, unroll=1):
             step = 2 * pair
             if cutlass.const_expr(self.config.scores_first):
-                self.issue_qk(tiles + step + 1)
-                self.issue_pv_shared(work, step, tiles + step)
-                warpgroup.wait_group(1)
-                self.release_k(work, step + 1, tiles + step + 1, releases_q)
-                self.online_softmax(work, step + 1)
-                warpgroup.wait_group(0)
-                self.release_v(tiles + step)
+                self.mma_scores_first(work, step + 1, tiles, releases_q)
             else:
                 self.issue_pv_shared(work, step, tiles + step)
                 warpgroup.wait_group(0)
@@ -213,6 +223,19 @@ class MlaMmaConsumer:
             self.issue_pv_shared(work, count - 1, tiles + count - 1)
             warpgroup.wait_group(0)
             self.release_v(tiles + count - 1)
+
+    @cute.jit
+    def mma_scores_first(
+        self, work: WorkTile, step: cutlass.Int32, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool
+    ):
+        """S and P of this warpgroup's tile `step`, with PV of the other one's tile before it during the softmax."""
+        self.issue_qk(tiles + step)
+        self.issue_pv_shared(work, step - 1, tiles + step - 1)
+        warpgroup.wait_group(1)
+        self.release_k(work, step, tiles + step, releases_q)
+        self.online_softmax(work, step)
+        warpgroup.wait_group(0)
+        self.release_v(tiles + step - 1)
 
     # ------------------------------------------------------------------ QK
 
@@ -237,18 +260,23 @@ class MlaMmaConsumer:
     @cute.jit
     def issue_qk_chunk(self, chunk: cutlass.Int32, stage: cutlass.Int32, first: cutlass.Constexpr[bool]):
         """Add a chunk of Q K^T to S; the first one overwrites S."""
-        for k_block in cutlass.range_constexpr(self.kernel.chunk // 16):
+        for k_block in cutlass.range_constexpr(self.k_blocks):
             overwrite = cutlass.const_expr(first and k_block == 0)
             tiled_mma_qk = self.tiled_mma_qk if overwrite else self.tiled_mma_qk_accumulate
-            tSrQ, tSrK = self.tSrQ[None, None, (k_block, chunk), 0], self.tSrK[None, None, (k_block, chunk), stage]
+            k = self.k_of(k_block, chunk)
+            tSrQ, tSrK = self.tSrQ[None, None, k, 0], self.tSrK[None, None, k, stage]
             cute.gemm(tiled_mma_qk, self.acc_S, tSrQ, tSrK, self.acc_S)
+
+    def k_of(self, k_block: int, chunk: cutlass.Int32) -> Any:
+        """The coordinate of a k-block in the operands of Q K^T."""
+        return (k_block, chunk) if self.k_blocks > 1 else chunk
 
     @cute.jit
     def release_k(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32, releases_q: cutlass.Boolean | bool):
         """After S of a tile: signal that its rope part was read, and after the warpgroup's last S, that Q was read."""
         self.release_part(count, 0)
         if step + 2 >= work.n_block_max - work.n_block_min and releases_q:
-            self.release(self.barriers.q_empty)
+            self.release_q()
 
     @cute.jit
     def release_v(self, count: cutlass.Int32):
@@ -259,20 +287,11 @@ class MlaMmaConsumer:
     def release_part(self, count: cutlass.Int32, part: cutlass.Int32 | int):
         """Signal, for this warp, that a part of the count-th tile was read: to every CTA whose TMA writes the stage."""
         mbar_empty = self.barriers.k_empty + count % self.config.stages * PARTS + part
-        if cutlass.const_expr(self.config.cluster == 1 or self.key.kv.fp8):
-            self.release(mbar_empty)
-        else:
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                for cta_rank in cutlass.range_constexpr(self.config.cluster):
-                    cute.arch.mbarrier_arrive(mbar_empty, cta_rank)
+        arrive_warp(mbar_empty, 1 if self.key.kv.fp8 else self.config.cluster)
 
-    @cute.jit
-    def release(self, mbar_empty: cute.Pointer):
+    def release(self, mbar_empty: cute.Pointer) -> None:
         """Arrive once for this warp."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(mbar_empty)
+        arrive_warp(mbar_empty)
 
     # ------------------------------------------------------------------ softmax and PV
 
@@ -280,11 +299,7 @@ class MlaMmaConsumer:
     def online_softmax(self, work: WorkTile, step: cutlass.Int32):
         """Turn S into P, in registers."""
         fence_operand(self.acc_S)
-        n_block = work.n_block_max - 1 - step
-        acc_S_mn = reshape_acc_to_mn(self.acc_S)
-        self.rows.apply_score_mod(acc_S_mn, work, n_block)
-        if n_block >= work.n_block_full_max or n_block < work.n_block_full_min:
-            self.rows.apply_mask(acc_S_mn, work, n_block)
+        acc_S_mn = self.scores(work, step)
         if cutlass.const_expr(self.config.speculative_max):
             self.softmax.online_softmax_speculative(acc_S_mn, self.acc_S, self.tOrP, self.acc_scale, step > 0)
         else:
@@ -292,17 +307,22 @@ class MlaMmaConsumer:
             downcast(self.acc_S, self.tOrP)
 
     @cute.jit
+    def scores(self, work: WorkTile, step: cutlass.Int32):
+        """S as [row, column], after score modification and mask."""
+        n_block = work.n_block_max - 1 - step
+        acc_S_mn = reshape_acc_to_mn(self.acc_S)
+        self.rows.apply_score_mod(acc_S_mn, work, n_block)
+        if n_block >= work.n_block_full_max or n_block < work.n_block_full_min:
+            self.rows.apply_mask(acc_S_mn, work, n_block)
+        return acc_S_mn
+
+    @cute.jit
     def pv(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
         """Give P and row_max to the other warpgroup, and add P V to this one's columns of O.
 
         A warp may overwrite its rows of sP: only its own WGMMAs read them, and it has waited for these.
         """
-        tiled_copy = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.tiled_mma_qk
-        )
-        thr_copy = tiled_copy.get_slice(self.thread)
-        probs = cute.make_tensor(self.tOrP.iterator, self.acc_S.layout)
-        cute.copy(tiled_copy, tiled_copy.retile(probs), thr_copy.partition_D(self.sP))
+        self.store_p()
         sStats = self.sStats
         if self.column == 0:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -310,36 +330,44 @@ class MlaMmaConsumer:
                 sStats[self.row + 8 * row, ACC_SCALE] = self.acc_scale[row]
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=P_READY + self.group, number_of_threads=MMA_THREADS)
-        self.zero_unseen_v(work, step, count)
+        self.begin_v(work, step, count)
         rescale_rows(self.acc_O, self.acc_scale)
-        stage = count % self.config.stages
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
-            tOrP, tOrV = self.tOrP[None, None, k], self.tOrV[None, None, k, stage]
-            cute.gemm(self.tiled_mma_pv, self.acc_O, tOrP, tOrV, self.acc_O)
-        warpgroup.commit_group()
+        self.issue_products(self.tiled_mma_pv, self.tOrP, count)
         warpgroup.wait_group(0)
+
+    def store_p(self) -> None:
+        """Store P to shared memory."""
+        tiled_copy = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(num_matrices=4), self.kernel.dtype), self.tiled_mma_qk
+        )
+        thr_copy = tiled_copy.get_slice(self.thread)
+        probs = cute.make_tensor(self.tOrP.iterator, self.acc_S.layout)
+        cute.copy(tiled_copy, tiled_copy.retile(probs), thr_copy.partition_D(self.sP))
 
     @cute.jit
     def issue_pv_shared(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
         """Issue O += P V with P of the other warpgroup, from shared memory."""
         cute.arch.barrier(barrier_id=P_READY + 1 - self.group, number_of_threads=MMA_THREADS)
-        self.zero_unseen_v(work, step, count)
+        self.begin_v(work, step, count)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.softmax.row_max[row] = self.sStats[self.row + 8 * row, ROW_MAX]
             self.acc_scale[row] = self.sStats[self.row + 8 * row, ACC_SCALE]
             self.softmax.row_sum[row] *= self.acc_scale[row]
         rescale_rows(self.acc_O, self.acc_scale)
+        self.issue_products(self.tiled_mma_pv_shared, self.tOrP_shared, count)
+
+    @cute.jit
+    def issue_products(self, tiled_mma: cute.TiledMma, probs: cute.Tensor, count: cutlass.Int32):
+        """Issue O += P V of the count-th tile."""
         stage = count % self.config.stages
         warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
-            tOrP, tOrV = self.tOrP_shared[None, None, k], self.tOrV[None, None, k, stage]
-            cute.gemm(self.tiled_mma_pv_shared, self.acc_O, tOrP, tOrV, self.acc_O)
+        for k in cutlass.range_constexpr(cute.size(probs, mode=[2])):
+            cute.gemm(tiled_mma, self.acc_O, probs[None, None, k], self.tOrV[None, None, k, stage], self.acc_O)
         warpgroup.commit_group()
 
     @cute.jit
-    def zero_unseen_v(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
-        """Zero this warpgroup's half of V beyond the last key, and before the window of the first row.
+    def begin_v(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
+        """Before PV of a tile: zero this warpgroup's half of V beyond the last key, and before the first row's window.
 
         Both may hold anything, and P = 0 does not remove a NaN. QK of the tile is done, so that nothing reads these
         rows as K any more.

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of the SM90 kernel of absorbed MLA whose products are in 8 bits. Needs no CuTe DSL."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
+from dsl_backend.attention.cute.sm90.fp8_configs import K_BLOCK, MAX_P_EXPONENT
+from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, OTHER_REGISTERS, REGISTERS
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.quant.format import E4M3
+
+ZEROS_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8MlaConfig(MlaTileConfig):
+    """Tiles and stages of the kernel: `stages` of V transposed, `dequant_stages` of K as TMA fills them.
+
+    Attributes:
+        scores_first: a warpgroup issues QK of its tile before PV of the other one's tile before it, so that PV runs
+            during its softmax.
+        combine_many_rows: as in `MlaConfig`.
+        p_offset: as in `Fp8Config`.
+    """
+
+    dequant_stages: int = 3
+    scores_first: bool = False
+    combine_many_rows: bool = False
+    p_offset: float = 8.0
+
+    @property
+    def threads(self) -> int:
+        return (GROUPS + 1) * WARPGROUP
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Of a thread of the MMA warpgroups, and of the load, scheduler and transposition warps; no dequantization."""
+        return REGISTERS
+
+    @property
+    def rescale_threshold(self) -> float:
+        """How far a score may exceed row_max, in base 2, before O is rescaled."""
+        return MAX_P_EXPONENT - self.p_offset
+
+    def key_bytes(self, spec: AttentionSpec) -> int:
+        tiles = self.tile_n * (spec.head_dim * self.dequant_stages + spec.head_dim_v * self.stages)
+        return tiles + MBARRIER_BYTES * 2 * (self.stages + self.dequant_stages)
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        q_and_p = ROWS * (spec.head_dim + self.tile_n)
+        # Of each row, in float32: row_max, acc_scale, the scale of Q, and the warpgroups' row_sum of two work tiles.
+        stats = 4 * ROWS * (3 + 2 * GROUPS) + ZEROS_BYTES
+        return q_and_p + self.key_bytes(spec) + stats + WORK_TILE_SMEM_BYTES
+
+    def own_objections(self, spec: AttentionSpec) -> list[str]:
+        reasons = unserved(spec)
+        if self.tile_n % K_BLOCK:
+            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {K_BLOCK} is possible")
+        if not 0 <= self.p_offset <= 8:
+            reasons.append(f"P times 2^{self.p_offset:g}: an exponent from 0 to 8 is possible")
+        needed, most = self.registers_needed(spec), self.registers[0]
+        if needed > most:
+            reasons.append(f"O, S and P take {needed} registers: a thread has {most}")
+        return reasons
+
+    def registers_needed(self, spec: AttentionSpec) -> int:
+        """Registers of an MMA thread that hold O, S and P, and the others."""
+        return spec.head_dim_v // 4 + self.tile_n // 2 + self.tile_n // 8 + OTHER_REGISTERS
+
+
+def unserved(spec: AttentionSpec) -> list[str]:
+    """What no configuration serves."""
+    reasons = []
+    if spec.kv != E4M3:
+        reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
+    if spec.batch_invariant:
+        reasons.append("batch invariance: its keys are split evenly over the batch")
+    return reasons
+
+
+def default_fp8_mla_config(spec: AttentionSpec) -> Fp8MlaConfig:
+    """The default, as measured on an H200. With rows of 576, three stages of K and two of V fill shared memory."""
+    head_blocks = row_tiles(spec)
+    cluster = 2 if head_blocks % 2 == 0 and spec.page_size is not None else 1
+    stages = 2 if spec.head_dim > 320 else 4
+    return Fp8MlaConfig(
+        stages=stages,
+        dequant_stages=stages + 1,
+        scores_first=True,
+        cluster=cluster,
+        min_split_tiles=4 if head_blocks > 1 else 2,
+    )
+
+
+TRIED_TILES = ((64, 2, 3), (64, 2, 2), (32, 4, 6), (96, 2, 2), (128, 2, 3))  # keys, stages of V, and of K
+
+
+def fp8_mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8MlaConfig]:
+    """Configurations worth a try that fit."""
+    shapes = itertools.product(TRIED_TILES, (True, False), (1, 2), (2, 4))
+    for (tile_n, stages, dequant_stages), scores_first, cluster, min_split_tiles in shapes:
+        config = Fp8MlaConfig(
+            tile_n=tile_n,
+            stages=stages,
+            dequant_stages=dequant_stages,
+            scores_first=scores_first,
+            cluster=cluster,
+            min_split_tiles=min_split_tiles,
+        )
+        if not config.objections(spec, smem_bytes):
+            yield config

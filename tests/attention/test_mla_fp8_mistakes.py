@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in what the SM90 kernel of absorbed MLA with e4m3 products does by itself: the emulator or its model finds
+them.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import emulator
+from dsl_backend.attention.cute import transpose
+from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
+from dsl_backend.attention.cute.sm90 import mla_fp8_mma
+from dsl_backend.attention.cute.sm90.mla_fp8_configs import Fp8MlaConfig
+from dsl_backend.attention.cute.sm90.mla_fp8_kernel import Fp8MlaForward
+from dsl_backend.attention.cute.sm90.mla_host import Fp8Mla
+from dsl_backend.attention.protocol import Operands
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing import check, fp8_attention
+from dsl_backend.testing.cases import mla
+from dsl_backend.testing.inputs import Surroundings
+from emulator.errors import EmulatorError
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.attention.mla_cases import SCHEDULES
+from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART, arithmetic_of
+
+# NaN beyond the end and below the windows; queries of a request differ in size.
+CASE = mla(
+    16,
+    q_lens=(4, 1),
+    kv_lens=(210, 70),
+    page=16,
+    window=(100, None),
+    q_gain=2.0,
+    fp8=True,
+    around=Surroundings(stale=True),
+)
+CONFIG = Fp8MlaConfig(stages=2, dequant_stages=2)
+
+MISTAKES = {
+    transpose.LatentTransposeWarps: (
+        ("keys beyond the end stay", "key >= first and key < end", "key >= first"),
+        ("keys before the window stay", "key >= first and key < end", "key < end"),
+    ),
+    mla_fp8_mma.Fp8MlaMmaConsumer: (
+        (
+            "Q is read before the other warpgroup has quantized its rows",
+            "        cute.arch.barrier(barrier_id=ALL_MMA, number_of_threads=MMA_THREADS)\n",
+            "",
+        ),
+        ("no fence behind Q", '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
+        ("rows share a scale", "sQScale[self.row + 8 * own]", "sQScale[self.row]"),
+        ("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),
+        ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
+        (
+            "V is read before it is transposed",
+            "        cute.arch.mbarrier_wait(self.barriers.v_full + count % stages, phase_of(count, stages))\n",
+            "",
+        ),
+        (
+            "P is not swizzled",
+            "unit = (within + lane // 16 * P_UNIT) ^ swizzle_of(row * width, width)",
+            "unit = within + lane // 16 * P_UNIT",
+        ),
+        ("halves of P are swapped", "lane // 16 * P_UNIT", "(1 - lane // 16) * P_UNIT"),
+        (
+            "K is released with V alone",
+            "arrive_warp(self.barriers.k_empty + stage_of(count, self.config.dequant_stages), self.config.cluster)",
+            "pass",
+        ),
+        ("the first tile's P V is left out", "                self.pv(work, 0, tiles)\n", ""),
+    ),
+}
+QUICK = ("keys before the window stay", "no fence behind Q")
+
+
+def run(index: int) -> None:
+    """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
+
+    class Fresh(Fp8Mla):
+        @staticmethod
+        def build(key: Any, target: Target) -> Any:
+            return toolkit.compiled(Fp8MlaForward(key), fake_args(key, fake_mla_tensors(key)), target.arch, "")
+
+    problem, target = CASE.problem(), replace(from_arch("sm_90a"), sm_count=1)
+    result = check.empty_result(problem)
+    kernel = Fresh(problem.spec, target, Workspace(torch.device("cpu")), replace(CONFIG, scores_first=True))
+    scales = (problem.k_scale, problem.v_scale)
+    with emulator.device(arch="sm_90a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
+        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(
+            Operands(problem.q, None, problem.keys, problem.values, result.out, result.lse, None, None, *scales)
+        )
+    fp8_attention.judge(result, problem, arithmetic_of(CONFIG), FLIPPED_PART)
+
+
+def run_twice() -> None:
+    """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
+    for index in (1, 0):
+        run(index)
+
+
+@pytest.mark.rest
+def test_right_without_a_mistake() -> None:
+    run(1)
+
+
+@pytest.mark.parametrize(
+    ("right", "mistake"),
+    [
+        pytest.param(right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
+        for right, mistakes in MISTAKES.items()
+        for mistake in mistakes
+    ],
+)
+def test_a_mistake_is_found(
+    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[right.__module__]
+    spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run_twice()
