@@ -83,15 +83,7 @@ class ClusterConfig:
         ):
             cluster *= 2
         max_blocks = max(cls.max_blocks, blocks_of(spec.vocab, cluster))
-        # An earlier form was slower with it on an H200; the form of today is not (docs/decisions.md).
-        blocks_ahead = 0 if cluster == 1 and spec.dtype.itemsize == 4 else 1
-        return cls(
-            cluster=cluster,
-            threads=THREADS,
-            vector=vector,
-            blocks_ahead=blocks_ahead,
-            max_blocks=1 << (max_blocks - 1).bit_length(),
-        )
+        return cls(cluster=cluster, threads=THREADS, vector=vector, max_blocks=1 << (max_blocks - 1).bit_length())
 
     @property
     def warps(self) -> int:
