@@ -25,10 +25,10 @@ from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 from tests.attention.mla_cases import SCHEDULES, SMS
 
 NAME = dispatch.FP8_PRODUCTS
-# Of rows, those that an element of Q may move that the kernel's float32 quotient rounds to the other number of e4m3 than
-# the model's float64 does. Of bfloat16 rows of 576 every tenth has one (36 of 384, 8 of 64): a quotient of two numbers of
-# 8 bits often lies midway. Half of these show beyond rounding's budget, at most: 14 of 384, 3 of 64, 4 of 80. Prefill's
-# 0.02 is for heads of up to 192, of a third of the elements.
+# Of rows, those that an element of Q may move that the kernel's float32 quotient rounds to the other number of e4m3
+# than the float64 model does. Of bfloat16 rows of 576 every tenth has one (36 of 384, 8 of 64): a quotient of two
+# numbers of 8 bits often lies midway. Of these at most half show beyond the budget: 14 of 384, 3 of 64, 4 of 80.
+# Prefill's 0.02 is for heads of up to 192, of a third of the elements.
 FLIPPED_PART = 0.06
 SMALL = Fp8MlaConfig(stages=2, dequant_stages=3, min_split_tiles=1)
 
