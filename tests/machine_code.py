@@ -180,6 +180,8 @@ EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     | {"topk": 4, "activation": SWIGLU_OAI, "interleaved": True, "w13_bias": True, "w2_bias": True},
     "geglu-tanh-input": EXPERTS
     | {"topk": 1, "activation": Geglu(tanh=True), "w13_bias": True, "router_weights": RouterWeights.INPUT},
+    "e4m3-blocks": EXPERTS | {"topk": 4, "intermediate_size": 2816, "weight": BLOCK_SCALED},
+    "e4m3-channels": EXPERTS | {"topk": 4, "weight": ROW_SCALED, "activation": SWIGLU_OAI, "interleaved": True},
 }
 ARCHS = tuple(arch.name for arch in registry.with_kernels())
 LIMIT_S = 300
@@ -303,10 +305,11 @@ def experts_subjects() -> Iterator[Subject]:
 
 
 def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
-    from dsl_backend.experts.precompile import precompile_specs_of
+    from dsl_backend.experts.precompile import precompile_specs_of, scaled_specs_of
     from dsl_backend.runtime.target import from_arch
 
-    for unit in precompile_specs_of(spec, from_arch(arch)):
+    listed = precompile_specs_of if spec.weight is None else scaled_specs_of
+    for unit in listed(spec, from_arch(arch)):
         yield Made((unit.key.first, unit.key.second), unit.compile)
 
 

@@ -14,17 +14,22 @@ import torch
 from dsl_backend import checks
 from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
-from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.plan import ExpertsPlan
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import Workspace
 
 __all__ = [
+    "BLOCK_SCALED",
+    "GROUP_SCALED",
+    "ROW_SCALED",
     "SWIGLU_OAI",
     "Activation",
     "ExpertsPlan",
+    "ExpertsScales",
     "ExpertsSpec",
     "Geglu",
     "RouterWeights",
@@ -36,6 +41,8 @@ __all__ = [
 
 # Layouts of operands to remember; a served model has one for each number of tokens.
 LAYOUTS = 1 << 14
+FLOAT32 = torch.float32
+NO_SCALES = ExpertsScales()
 
 
 def plan(
@@ -79,11 +86,13 @@ def run(
     w2_bias: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    scales: ExpertsScales = NO_SCALES,
 ) -> torch.Tensor:
     """The experts' weighted sum for each token; shapes as `ExpertsOperands` has them, with rows of x and out at any
     stride.
 
     Args:
+        scales: of what is in 8 bits.
         out: written in place and returned; it overlaps no other tensor. New by default. A token without an expert of
             this rank gets zeros.
 
@@ -94,9 +103,10 @@ def run(
     checks.instance("plan", plan, ExpertsPlan)
     if out is None:
         checks.tensor("x", x)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    operands = ExpertsOperands(x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out)
-    layout = tuple(map(facts_of, operands))
+        out = torch.empty(x.shape, dtype=plan.spec.dtype, device=x.device)
+    checks.instance("scales", scales, ExpertsScales)
+    operands = ExpertsOperands(x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out, scales)
+    layout = tuple(map(facts_of, (*operands[:-1], *scales)))
     if layout not in plan.layouts:
         check(plan, operands)
         if len(plan.layouts) >= LAYOUTS:
@@ -123,21 +133,31 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
     require(tokens <= MAX_TOKENS, f"x has {tokens} rows: {MAX_TOKENS} are the most")
     experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
     weighted = spec.router_weights is not RouterWeights.NONE
+    of_x, of_weights = (spec.dtype if kind is None else kind.values for kind in (spec.x, spec.weight))
     wanted: tuple[tuple[str, tuple[int, ...] | None, torch.dtype], ...] = (
-        ("x", (tokens, hidden), spec.dtype),
-        ("w13", (experts, 2 * width, hidden), spec.dtype),
-        ("w2", (experts, hidden, width), spec.dtype),
+        ("x", (tokens, hidden), of_x),
+        ("w13", (experts, 2 * width, hidden), of_weights),
+        ("w2", (experts, hidden, width), of_weights),
         ("topk_weights", (tokens, spec.topk) if weighted else None, torch.float32),
         ("topk_ids", (tokens, spec.topk), spec.ids_dtype),
         ("w13_bias", (experts, 2 * width) if spec.w13_bias else None, spec.dtype),
         ("w2_bias", (experts, hidden) if spec.w2_bias else None, spec.dtype),
         ("expert_map", None if spec.global_experts is None else (spec.global_experts,), torch.int32),
         ("out", (tokens, hidden), spec.dtype),
+        (
+            "scales.w13",
+            None if spec.weight is None else (experts, *spec.weight.scale_shape(2 * width, hidden)),
+            FLOAT32,
+        ),
+        ("scales.w2", None if spec.weight is None else (experts, *spec.weight.scale_shape(hidden, width)), FLOAT32),
+        ("scales.x", None if spec.x is None else spec.x.scale_shape(tokens, hidden), FLOAT32),
     )
+    scales = {f"scales.{name}": scale for name, scale in given.scales._asdict().items()}
+    tensors = given._asdict() | scales
     for name, shape, dtype in wanted:
-        check_tensor(name, getattr(given, name), shape, dtype, plan.device)
-    for name in ("topk_weights", "topk_ids", "w13_bias", "w2_bias"):
-        tensor = getattr(given, name)
+        check_tensor(name, tensors[name], shape, dtype, plan.device)
+    for name in ("topk_weights", "topk_ids", "w13_bias", "w2_bias", *scales):
+        tensor = tensors[name]
         require(tensor is None or tensor.is_contiguous(), f"{name} is not contiguous")
     checks.apart("out", given.out)
     for name in ("x", "w13", "w2", "out"):

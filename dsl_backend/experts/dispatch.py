@@ -3,6 +3,7 @@
 
 from functools import partial
 
+from dsl_backend.experts import scaled_configs
 from dsl_backend.experts.configs import KERNEL_ARCHS, Kind, candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.runtime import dispatch, toolkit
@@ -13,14 +14,19 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-ALIGNMENT = {"cute": 16, **{f"cute-{kind.value}": 16 for kind in Kind}}
+ALIGNMENT = {"cute": 16, "cute-scaled": 16, **{f"cute-{kind.value}": 16 for kind in Kind}}
+
+
+def unscaled(spec: ExpertsSpec) -> list[str]:
+    """What kernels for weights in 16 bits need."""
+    return [] if spec.weight is None else [f"weights in {spec.weight}: this one's are in 16 bits"]
 
 
 def cute(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> list[str]:
     """What the CuTe DSL kernels need; those for any number of tokens, or those of a kind."""
     if reasons := target.arch_objections(*KERNEL_ARCHS):
         return reasons
-    reasons = [*toolkit.missing()]
+    reasons = [*unscaled(spec), *toolkit.missing()]
     for name in ("hidden_size", "intermediate_size"):
         size = getattr(spec, name)
         if size % VECTOR:
@@ -30,8 +36,18 @@ def cute(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> list[st
     return reasons
 
 
+def cute_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
+    """What SM90's kernels for weights in 8 bits need."""
+    return target.arch_objections("sm90") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
+
+
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
-    return triton_objections(target, spec.dtype)
+    return unscaled(spec) + triton_objections(target, spec.dtype)
+
+
+def triton_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
+    scaled = ["weights in 16 bits: this one's are in 8 bits"] if spec.weight is None else []
+    return scaled + triton_objections(target, spec.dtype)
 
 
 TABLE = (
@@ -47,7 +63,10 @@ TABLE = (
         )
         for kind in Kind
     ),
+    # By name: it was never timed.
+    Entry("cute-scaled", "experts e4m3 sm90", "dsl_backend.experts.cute.scaled_host:bind", cute_scaled, by_name=True),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
+    Entry("triton", "experts e4m3 triton", "dsl_backend.experts.triton.scaled:bind", triton_scaled),
     Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),
 )
 

@@ -8,7 +8,7 @@ import torch
 
 from dsl_backend.checks import short
 from dsl_backend.errors import InvalidInput
-from dsl_backend.experts import dispatch
+from dsl_backend.experts import dispatch, scaled_configs
 from dsl_backend.experts.configs import candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
@@ -83,6 +83,17 @@ def precompile_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[Precompil
 
     for config in candidates(spec, target):
         yield PrecompileSpec("experts", host.build, host.key_of(spec, config), target)
+
+
+def scaled_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
+    """The kernels of a layer whose weights are in 8 bits, for whoever asks for `cute-scaled`."""
+    if dispatch.cute_scaled(spec, target):
+        return
+    # Imports CuTe DSL.
+    from dsl_backend.experts.cute import scaled_host
+
+    for config in scaled_configs.candidates(spec, target):
+        yield PrecompileSpec("experts", scaled_host.build, scaled_host.key_of(spec, config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in eager torch: the tests' reference, and the kernel of a CPU."""
 
+from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -9,6 +11,7 @@ from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.experts.kernel import Launch
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.reference import activate, halves
+from dsl_backend.quant.reference import Quantized, dequantized, quantized, scales_of, stored
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -25,26 +28,75 @@ def local_ids(spec: ExpertsSpec, operands: ExpertsOperands) -> torch.Tensor:
 
 
 def exact(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The layer [M, H] with every step in the given arithmetic, and in that dtype."""
-    x, ids = operands.x.to(dtype), local_ids(spec, operands)
+    """The layer [M, H] with every step in the given arithmetic, and in that dtype.
+
+    Scales of a quantised x are float32 in any arithmetic.
+    """
+    out = torch.zeros(operands.x.shape, dtype=dtype, device=operands.x.device)
+    for part in parts_of(spec, operands, dtype):
+        bias = None if operands.w2_bias is None else operands.w2_bias[part.expert].to(dtype)
+        weight = weight_of(spec, operands.w2, operands.scales.w2, part.expert, dtype)
+        made = torch.nn.functional.linear(requantized(spec, part.hidden), weight, bias)
+        out.index_add_(0, part.tokens, made if part.scale is None else made * part.scale)
+    return out
+
+
+class ExpertPart(NamedTuple):
+    """What an expert does for its tokens.
+
+    Attributes:
+        tokens: int64 [rows]. hidden: [rows, I], the activation's result. scale: [rows, 1], the router's weights of what
+            the expert returns, or None.
+    """
+
+    expert: int
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+    scale: torch.Tensor | None
+
+
+def parts_of(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype) -> Iterator[ExpertPart]:
+    """The first product and the activation of each expert that has tokens, in the given arithmetic."""
+    x, ids = rows_of_x(spec, operands, dtype), local_ids(spec, operands)
     weights = None if operands.topk_weights is None else operands.topk_weights.to(dtype)
-    out = torch.zeros_like(x)
     for expert in ids[ids >= 0].unique().tolist():
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         rows = x[tokens]
         scale = None if weights is None else weights[tokens, slots, None]
         if scale is not None and spec.router_weights is RouterWeights.INPUT:
-            rows = rows * scale
+            rows, scale = rows * scale, None
         bias = None if operands.w13_bias is None else operands.w13_bias[expert].to(dtype)
-        made = torch.nn.functional.linear(rows, operands.w13[expert].to(dtype), bias)
+        made = torch.nn.functional.linear(rows, weight_of(spec, operands.w13, operands.scales.w13, expert, dtype), bias)
         gate, up = halves(made.T, spec.interleaved)
-        bias = None if operands.w2_bias is None else operands.w2_bias[expert].to(dtype)
-        hidden = activate(gate.T, up.T, spec.activation)
-        made = torch.nn.functional.linear(hidden, operands.w2[expert].to(dtype), bias)
-        if scale is not None and spec.router_weights is RouterWeights.OUTPUT:
-            made = made * scale
-        out.index_add_(0, tokens, made)
-    return out
+        yield ExpertPart(expert, tokens, activate(gate.T, up.T, spec.activation), scale)
+
+
+def requantized(spec: ExpertsSpec, hidden: torch.Tensor) -> torch.Tensor:
+    """The activation's result [rows, I] as the second product takes it."""
+    if spec.activations is None:
+        return hidden
+    scales = scales_of(hidden, spec.activations)
+    return dequantized(Quantized(stored(hidden, scales, spec.activations), scales, spec.activations), hidden.dtype)
+
+
+def rows_of_x(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype) -> torch.Tensor:
+    """X [M, H], dequantised or as its quantisation has it."""
+    if spec.activations is None:
+        return operands.x.to(dtype)
+    if spec.x is None:
+        return dequantized(quantized(operands.x, spec.activations), dtype)
+    assert operands.scales.x is not None
+    return dequantized(Quantized(operands.x, operands.scales.x, spec.x), dtype)
+
+
+def weight_of(
+    spec: ExpertsSpec, weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """An expert's weights, dequantised."""
+    if spec.weight is None:
+        return weight[expert].to(dtype)
+    assert scale is not None
+    return dequantized(Quantized(weight[expert], scale[expert], spec.weight), dtype)
 
 
 def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:

@@ -10,11 +10,14 @@ from dsl_backend import checks
 from dsl_backend.checks import short
 from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import DTYPES
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, GROUP_SCALED, ROW_SCALED, ScaledFormat
 
 MAX_EXPERTS, MAX_TOPK, MAX_TOKENS = 512, 16, 1 << 17
 # Of a model, over all ranks: what an expert map has entries for.
 MAX_GLOBAL_EXPERTS = 1 << 14
 ID_DTYPES = (torch.int32, torch.int64)
+# Of 8-bit weights: the format of what they are multiplied with.
+ACTIVATIONS_OF = {BLOCK_SCALED: GROUP_SCALED, ROW_SCALED: ROW_SCALED}
 
 
 class RouterWeights(enum.Enum):
@@ -30,6 +33,7 @@ class ExpertsSpec:
     """out [tokens, hidden]: the sum over a token's experts of weight * (activation(x @ w13^T + b13) @ w2^T + b2).
 
     Products, activation and sum are float32. The activation's result and each expert's result are rounded to `dtype`.
+    With weights in 8 bits, x and the activation's result are quantised, with scales of their largest magnitudes.
 
     Attributes:
         num_experts: E, those whose weights this rank has.
@@ -42,6 +46,8 @@ class ExpertsSpec:
         router_weights: where the router's weights are multiplied in.
         global_experts: entries of the expert map, from the router's expert numbers to this rank's; None without a map.
         ids_dtype: of the router's expert numbers.
+        weight: format of w13 and w2: BLOCK_SCALED, ROW_SCALED (a scale for each output channel), or None in `dtype`.
+        x: format of x as it is given: `activations`, or None in `dtype`.
     """
 
     num_experts: int
@@ -56,6 +62,8 @@ class ExpertsSpec:
     router_weights: RouterWeights = RouterWeights.OUTPUT
     global_experts: int | None = None
     ids_dtype: torch.dtype = torch.int32
+    weight: ScaledFormat | None = None
+    x: ScaledFormat | None = None
 
     def __post_init__(self) -> None:
         checks.integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
@@ -77,12 +85,42 @@ class ExpertsSpec:
         )
         if self.global_experts is not None:
             checks.integer("global_experts", self.global_experts, 1, MAX_GLOBAL_EXPERTS)
+        self.check_formats()
+
+    def check_formats(self) -> None:
+        """Raises InvalidInput where the formats of x and of the weights do not fit, or not the sizes."""
+        weights = (None, *ACTIVATIONS_OF)
+        checks.require(
+            self.weight in weights, f"weight is {self.weight}: one of {', '.join(map(str, weights))} is needed"
+        )
+        of_x = "None" if self.activations is None else f"{self.activations} or None"
+        checks.require(
+            self.x in (None, self.activations),
+            f"x is {self.x}: {of_x} is needed with weights in {self.weight or short(self.dtype)}",
+        )
+        if self.weight is None:
+            return
+        for name in ("w13_bias", "w2_bias"):
+            checks.require(not getattr(self, name), f"{name}: experts of weights in {self.weight} have no biases")
+        if self.weight == BLOCK_SCALED:
+            checks.require(
+                self.intermediate_size % GROUP == 0,
+                f"intermediate_size {self.intermediate_size} is not a multiple of {GROUP}, as blocks of weights are",
+            )
+            checks.require(not self.interleaved, f"interleaved: weights in {self.weight} have all gate rows first")
+
+    @property
+    def activations(self) -> ScaledFormat | None:
+        """The format of what weights in 8 bits are multiplied with; None with other weights."""
+        return None if self.weight is None else ACTIVATIONS_OF[self.weight]
 
     def __str__(self) -> str:
         facts = (
             ("interleaved", self.interleaved),
             ("biases", self.w13_bias or self.w2_bias),
             ("an expert map", self.global_experts is not None),
+            (f"weights in {self.weight}", self.weight is not None),
+            (f"x in {self.x}", self.x is not None),
             (f"router weights on {self.router_weights.value}", self.router_weights is not RouterWeights.OUTPUT),
         )
         extras = [text for text, has in facts if has]

@@ -2,7 +2,10 @@
 """Scratch memory that launches share: partial results, and counters that are 0 before and after each launch."""
 
 import weakref
+from collections.abc import Sequence
 from functools import cache
+from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +15,18 @@ from dsl_backend.errors import InvalidInput
 CAPTURED_STREAMS = 64
 
 _all: "weakref.WeakSet[Workspace | CapturedFlags]" = weakref.WeakSet()
+
+
+class Part(NamedTuple):
+    """A contiguous tensor in a buffer of others."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def words(self) -> int:
+        """Of 4 bytes, rounded up to 16 bytes so that the next part is aligned."""
+        return -(-prod(self.shape) * self.dtype.itemsize // 16) * 4
 
 
 class Workspace:
@@ -37,6 +52,13 @@ class Workspace:
             self._outgrown.append(self._partials)
             self._partials = torch.empty(count, dtype=torch.float32, device=self.device)
         return self._partials
+
+    def tensors(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+        """Tensors in the buffer of `partials`, one behind the other, contents undefined; each starts at 16 bytes."""
+        sizes = [part.words for part in parts]
+        buffers = self.partials(sum(sizes))[: sum(sizes)].split(sizes)
+        flat = (buffer.view(part.dtype)[: prod(part.shape)] for buffer, part in zip(buffers, parts, strict=True))
+        return [one.view(part.shape) for one, part in zip(flat, parts, strict=True)]
 
     def integers(self, count: int) -> torch.Tensor:
         """[at least count] int32, contents undefined."""

@@ -3,16 +3,18 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 
 from dsl_backend.experts import api, reference
-from dsl_backend.experts.args import ExpertsOperands
-from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
+from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.testing.numerics import assert_within_budget
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.reference import Quantized, dequantized, quantized, scales_of, stored
+from dsl_backend.testing.numerics import assert_errors_fit, assert_same_non_finite, error_budget, per_row
 
 F16, BF16 = torch.float16, torch.bfloat16
 SENTINEL = 77.0
@@ -31,6 +33,8 @@ class ExpertsCase:
         mapped: there is an expert map: this rank has every other expert of twice as many.
         pad_x, pad_out: elements between rows.
         special: some tokens are NaN, infinite and zero.
+        weight: format of the weights; None is `dtype`.
+        x_given: x is given in the format of what such weights are multiplied with.
     """
 
     tokens: int
@@ -51,6 +55,8 @@ class ExpertsCase:
     pad_out: int = 0
     gain: float = 1.0
     special: bool = False
+    weight: ScaledFormat | None = None
+    x_given: bool = False
     seed: int = 0
 
     @property
@@ -72,6 +78,8 @@ class ExpertsCase:
             router_weights=self.router_weights,
             global_experts=self.global_experts if self.mapped else None,
             ids_dtype=self.ids_dtype,
+            weight=self.weight,
+            x=ACTIVATIONS_OF[self.weight] if self.weight is not None and self.x_given else None,
         )
 
 
@@ -119,17 +127,61 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
         expert_map[1::2] = torch.arange(experts, dtype=torch.int32)
         expert_map = expert_map.to(device)
     weighted = case.router_weights is not RouterWeights.NONE
+    weights = (normal(experts, 2 * width, hidden, gain=hidden**-0.5), normal(experts, hidden, width, gain=width**-0.5))
+    (w13, w13_scale), (w2, w2_scale) = (stored_weights(one, case.weight, device) for one in weights)
+    x_scale = None
+    if case.spec.x is not None:
+        x, x_scale, _ = quantized(x, case.spec.x)
+        x_scale = x_scale.contiguous().to(device)
     return ExpertsOperands(
         x=strided(x, case.pad_x, device),
-        w13=normal(experts, 2 * width, hidden, gain=hidden**-0.5).to(device),
-        w2=normal(experts, hidden, width, gain=width**-0.5).to(device),
+        w13=w13,
+        w2=w2,
         topk_weights=torch.rand(case.tokens, case.topk, generator=generator).to(device) if weighted else None,
         topk_ids=ids.to(case.ids_dtype).to(device),
         w13_bias=normal(experts, 2 * width).to(device) if case.biases else None,
         w2_bias=normal(experts, hidden).to(device) if case.biases else None,
         expert_map=expert_map,
         out=strided(torch.full((case.tokens, hidden), SENTINEL, dtype=case.dtype), case.pad_out, device),
+        scales=ExpertsScales(w13_scale, w2_scale, x_scale),
     )
+
+
+def stored_weights(
+    weights: torch.Tensor, kind: ScaledFormat | None, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Experts' weights in a format, and their scales; None is the dtype that they have."""
+    if kind is None:
+        return weights.to(device), None
+    values, scales, _ = zip(*(quantized(one, kind) for one in weights), strict=True)
+    return torch.stack(values).to(device), torch.stack(scales).contiguous().to(device)
+
+
+# Errors of the activation's result before it is quantised: a rounding to 16 bits, and what 14 bits of a sum leave of
+# the largest one of a row.
+OF_ONE, OF_LARGEST = 2.0**-8, 2.0**-13
+
+
+def of_neighbours(spec: ExpertsSpec, given: ExpertsOperands) -> torch.Tensor:
+    """How far the output [M, H] may be off where the activation's result is rounded to a neighbour in 8 bits.
+
+    Which neighbour it is depends on bits far behind those that are stored; a single one may be an eighth of its value.
+    """
+    off = torch.zeros(given.out.shape, dtype=torch.float64, device=given.out.device)
+    if spec.activations is None:
+        return off
+    for part in reference.parts_of(spec, given, torch.float64):
+        hidden = part.hidden.nan_to_num(0.0, 0.0, 0.0)
+        wrong = OF_ONE * hidden.abs() + OF_LARGEST * hidden.abs().amax(1, keepdim=True)
+        scales = scales_of(hidden, spec.activations)
+        low, high = (
+            dequantized(Quantized(stored(one, scales, spec.activations), scales, spec.activations))
+            for one in (hidden - wrong, hidden + wrong)
+        )
+        weight = reference.weight_of(spec, given.w2, given.scales.w2, part.expert, torch.float64)
+        made = (high - low) @ weight.abs().T
+        off.index_add_(0, part.tokens, made if part.scale is None else made * part.scale.abs())
+    return off
 
 
 def judge(case: ExpertsCase, given: ExpertsOperands) -> None:
@@ -139,7 +191,9 @@ def judge(case: ExpertsCase, given: ExpertsOperands) -> None:
     rounded = exact.to(torch.float32).to(case.dtype).double()
     # Values that overflow the output's type become infinities.
     exact = torch.where(rounded.isinf(), rounded, exact)
-    assert_within_budget(given.out, exact, naive, what=str(case))
+    budget = error_budget(case.dtype, exact, naive) + per_row(of_neighbours(case.spec, given))
+    assert_same_non_finite(given.out, exact, str(case))
+    assert_errors_fit(given.out, exact, budget, str(case))
     stride = case.hidden + case.pad_out
     whole = given.out.as_strided((case.tokens, stride), (stride, 1))
     assert bool((whole[:, case.hidden :] == SENTINEL).all()), f"{case}: elements between rows were written"
@@ -160,6 +214,7 @@ def check_experts(case: ExpertsCase, kernel: str | None, device: str) -> None:
         w2_bias=given.w2_bias,
         expert_map=given.expert_map,
         out=given.out,
+        scales=given.scales,
     )
     judge(case, given)
 
@@ -202,6 +257,28 @@ CASES: Mapping[str, ExpertsCase] = MappingProxyType(
             )
             for i, one in enumerate(ACTIVATIONS)
         },
+    }
+)
+
+
+BLOCKS = ExpertsCase(tokens=20, num_experts=4, hidden=144, width=128, topk=2, weight=BLOCK_SCALED)
+# Weights in 8 bits.
+SCALED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        "blocks": BLOCKS,
+        "blocks-wide": replace(BLOCKS, tokens=9, num_experts=5, hidden=400, width=384, topk=3, routing="half"),
+        "blocks-tall": replace(BLOCKS, tokens=150, num_experts=3, routing="zipf", x_given=True, pad_out=24),
+        "blocks-one": replace(BLOCKS, tokens=1, hidden=16, ids_dtype=torch.int64, dtype=F16),
+        "blocks-padding": replace(BLOCKS, padding=0.4, mapped=True, activation=Swiglu(limit=1.0), gain=3),
+        "blocks-all-padding": replace(BLOCKS, padding=1.0),
+        "blocks-special": replace(BLOCKS, special=True, pad_x=16),
+        "blocks-no-weights": replace(BLOCKS, router_weights=RouterWeights.NONE, activation=Geglu()),
+        "blocks-input": replace(BLOCKS, router_weights=RouterWeights.INPUT, topk=1),
+        "channels": replace(BLOCKS, weight=ROW_SCALED, width=80, x_given=True, padding=0.2),
+        "channels-x": replace(BLOCKS, weight=ROW_SCALED, tokens=70, hidden=272, width=208, pad_x=16),
+        "channels-interleaved": replace(
+            BLOCKS, weight=ROW_SCALED, width=48, interleaved=True, activation=SWIGLU_OAI, dtype=F16
+        ),
     }
 )
 
@@ -266,4 +343,21 @@ def random_case(draw: random.Random, most: int, *, facts: random.Random | None =
         gain=draw.choice((1.0, 1.0, 0.1, 5.0)),
         special=draw.random() < 0.15,
         seed=draw.randrange(2**31),
+    )
+
+
+def random_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
+    """A random layer of experts whose weights are in 8 bits; sizes are multiples of 16."""
+    case = random_case(draw, most)
+    weight = draw.choice((BLOCK_SCALED, ROW_SCALED))
+    multiple = GROUP if weight.blocked else 16
+    return replace(
+        case,
+        hidden=-(-case.hidden // 16) * 16,
+        width=-(-case.width // multiple) * multiple,
+        biases=False,
+        interleaved=case.interleaved and not weight.blocked,
+        pad_x=-(-case.pad_x // 16) * 16,
+        weight=weight,
+        x_given=draw.random() < 0.5,
     )

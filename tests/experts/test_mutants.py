@@ -44,7 +44,9 @@ MISTAKES = [
     (
         RAGGED,
         # What is copied from there alone is not seen: the weights beyond their columns are zeros.
-        Mistake("x beyond its columns", grouped, "inside = k_tile * BLOCK_K + vector * VECTOR <", "inside = 0 <"),
+        Mistake(
+            "x beyond its columns", grouped, "inside = k_tile * self.block_k + vector * elements <", "inside = 0 <"
+        ),
     ),
     (RAGGED, Mistake("rows of pairs", grouped, "// self.pairs_per_row", "")),
     (

@@ -65,7 +65,7 @@ def check_routing(case: ExpertsCase, ctas: int, schedule: str) -> None:
         wanted += [[expert, first + start, min(TILE_M, count - start), 0] for start in range(0, count, TILE_M)]
         first += count
     assert len(wanted) <= len(scratch.tiles)
-    assert scratch.tile_count.tolist() == [len(wanted)]
+    assert scratch.tile_count.tolist() == [len(wanted), sum(record[2] for record in wanted)]
     assert scratch.tiles[: len(wanted)].tolist() == wanted
 
 

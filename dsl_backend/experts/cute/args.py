@@ -18,7 +18,7 @@ class ExpertsScratch(NamedTuple):
 
     Attributes:
         tiles: int32 [tiles, RECORD], the work tiles.
-        tile_count: int32 [1], the number of them.
+        tile_count: int32 [2], the number of them, and of all their rows.
         counts: int32 [CTAs of the routing, E], rows of each expert among a CTA's pairs.
         pairs: int32 [M k], the pair of each row, in each expert's rows in rising order.
         hidden: [M k, I], the activation's result for each row.

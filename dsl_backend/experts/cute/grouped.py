@@ -9,7 +9,7 @@ Rows of a tile beyond those of its expert hold what was there before: rows do no
 """
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cutlass
 from cutlass import cute
@@ -18,9 +18,9 @@ from cutlass.cute.nvgpu import cpasync
 from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.key import GemmKey
-from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP
+from dsl_backend.gemm.sizes import BLOCK_BYTES, TAIL_ROWS, WARPGROUP
 from dsl_backend.gemm.spec import Dtypes
-from dsl_backend.gemm.tiled import GemmBase, box_layout
+from dsl_backend.gemm.tiled import GemmBase
 from dsl_backend.gemm.tiles import GemmTiles
 from dsl_backend.gemm.views import expert_parts_view
 from dsl_backend.primitives import dependent_launch
@@ -28,9 +28,9 @@ from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
 from dsl_backend.primitives.schedule import raster
 
-VECTOR = 8
-# 16-byte copies of a row in a stage.
-ROW_VECTORS = BLOCK_K // VECTOR
+VECTOR_BYTES = 16
+# Copies of so many bytes of a row in a stage.
+ROW_VECTORS = BLOCK_BYTES // VECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class GroupedParams:
     """What the kernel's warps work with.
 
     Attributes:
-        tma_atom_x, tma_atom_x_tail: copies of [tile_m, 64] and [TAIL_ROWS, 64]; missing where x is gathered.
+        tma_atom_x, tma_atom_x_tail: copies of [tile_m, block_k] and [TAIL_ROWS, block_k]; missing where x is gathered.
         mX: [tokens, k], or coordinates [rows, k].
-        tma_atom_w, mW: copies of [box_n, 64]; coordinates [n, k, parts, E].
+        tma_atom_w, mW: copies of [box_n, block_k]; coordinates [n, k, parts, E].
         mBias: [E, parts * n]. mScale: float32 [pairs]. Either may be missing.
         mOut: [pairs, n].
         mPairs, mTiles, mTileCount: see `args.ExpertsScratch`.
@@ -103,6 +103,8 @@ class GroupedProduct(GemmBase):
 
     # Of an SM's class.
     load_edge: Edge
+    # Tiles of columns next to each other that a stage has weights of.
+    side = 1
 
     def set_up(self, key: ProductKey) -> None:
         self.gathers, self.has_bias, self.scaled = self.gated, key.bias, key.scaled
@@ -117,18 +119,17 @@ class GroupedProduct(GemmBase):
         """Launch at most the given number of CTAs."""
         operands, scratch = args.operands, args.scratch
         first = cutlass.const_expr(self.gathers)
-        x, weight, bias, out, ctas = (
-            (operands.x, operands.w13, operands.w13_bias, scratch.hidden, args.first_ctas)
-            if first
-            else (scratch.hidden, operands.w2, operands.w2_bias, scratch.made, args.second_ctas)
-        )
+        bias, ctas = (operands.w13_bias, args.first_ctas) if first else (operands.w2_bias, args.second_ctas)
+        x, weight, out = self.matrices(args)
         load = cpasync.CopyBulkTensorTileG2SOp()
         weights = expert_parts_view(weight, self.parts, self.interleaved)
-        tma_atom_w, mW = cpasync.make_tiled_tma_atom(load, weights, box_layout(self.box_n), (self.box_n, BLOCK_K))
+        tma_atom_w, mW = cpasync.make_tiled_tma_atom(
+            load, weights, self.box_layout(self.box_n), (self.box_n, self.block_k)
+        )
         tma_atom_x, tma_atom_x_tail, mX = None, None, x
         if cutlass.const_expr(not first):
-            tma_atom_x_tail, _ = cpasync.make_tiled_tma_atom(load, x, box_layout(TAIL_ROWS), (TAIL_ROWS, BLOCK_K))
-            tma_atom_x, mX = cpasync.make_tiled_tma_atom(load, x, box_layout(self.tile_m), (self.tile_m, BLOCK_K))
+            tma_atom_x_tail, _ = self.x_copy(load, x, TAIL_ROWS)
+            tma_atom_x, mX = self.x_copy(load, x, self.tile_m)
         scale = None
         if cutlass.const_expr(self.scaled):
             scale = cute.make_tensor(operands.topk_weights.iterator, cute.make_layout(cute.size(operands.topk_weights)))
@@ -145,7 +146,20 @@ class GroupedProduct(GemmBase):
             scratch.tiles,
             scratch.tile_count,
         )
-        self.launch_kernel(params, ctas, stream)
+        self.launch_kernel(self.extended(params, args), ctas, stream)
+
+    def matrices(self, args: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """(x, weight, out) of the product."""
+        operands, hidden = args.operands, args.scratch.hidden
+        return (operands.x, operands.w13, hidden) if self.gathers else (hidden, operands.w2, args.scratch.made)
+
+    def x_copy(self, load, x: cute.Tensor, rows: int):
+        """(atom, coordinates) of TMA copies of so many rows of a stage."""
+        return cpasync.make_tiled_tma_atom(load, x, self.box_layout(rows), (rows, self.block_k))
+
+    def extended(self, params: GroupedParams, args: Any) -> GroupedParams:
+        """The parameters with what a kernel has beside them."""
+        return params
 
     def prefetch_descriptors(self, params: GroupedParams):
         """Of all TMA copies."""
@@ -183,19 +197,18 @@ class GroupedProduct(GemmBase):
 
     def partition_weights(self, params: GroupedParams, sW: cute.Tensor):
         """(tWsW, tWgW) of TMA copies: [copy, box, stage] and [copy, n, k, part, expert]."""
-        gW = cute.local_tile(params.mW, (self.box_n, BLOCK_K), (None, None, None, None))
-        boxes = cute.local_tile(sW, (self.box_n, BLOCK_K), (None, 0, None))
+        gW = cute.local_tile(params.mW, (self.box_n, self.block_k), (None, None, None, None))
+        boxes = cute.local_tile(sW, (self.box_n, self.block_k), (None, 0, None))
         return cpasync.tma_partition(
             params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
     def load_weights(self, params: GroupedParams, tWgW: cute.Tensor, tWsW: cute.Tensor, work, k_tile, stage, mbar):
-        """Both boxes of a tile's weights."""
+        """Both boxes of a tile's weights, or of each of the tiles side by side."""
         of_expert = tWgW[None, None, None, None, work.expert]
-        for i in range(2):
-            cute.copy(
-                params.tma_atom_w, self.box(of_expert, work.n_tile, k_tile, i), tWsW[None, i, stage], tma_bar_ptr=mbar
-            )
+        for i in range(2 * self.side):
+            box = self.box(of_expert, self.side * work.n_tile + i // 2, k_tile, i % 2)
+            cute.copy(params.tma_atom_w, box, tWsW[None, i, stage], tma_bar_ptr=mbar)
 
     @cute.jit
     def gather(
@@ -212,19 +225,21 @@ class GroupedProduct(GemmBase):
         vector, row = thread % ROW_VECTORS, thread // ROW_VECTORS
         step = cutlass.const_expr(WARPGROUP // ROW_VECTORS)
         copies = cutlass.const_expr(self.tile_m // step)
-        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         tWsW, tWgW = self.partition_weights(params, sW)
         # The widest swizzle: vectors of a row of 128 bytes are permuted by the row's place among 8. Rows of a thread
         # are 16 apart, which leaves its vector where it is.
-        target = sX.iterator.toint() + row * (BLOCK_K * 2) + (vector ^ (row % 8)) * 16
+        target = sX.iterator.toint() + row * BLOCK_BYTES + (vector ^ (row % 8)) * VECTOR_BYTES
+        itemsize = cutlass.const_expr(BLOCK_BYTES // self.block_k)
+        elements = cutlass.const_expr(VECTOR_BYTES // itemsize)
         sources = cute.make_rmem_tensor(copies, cutlass.Int64)
         for tile in cutlass.range(schedule.count, unroll=1):
             work = self.work_tile(params, schedule, tile)
             for i in cutlass.range_constexpr(copies):
                 place = cutlass.min(row + i * step, work.rows - 1)
                 token = params.mPairs[work.first_row + place] // self.pairs_per_row
-                element = cutlass.Int64(token) * params.mX.stride[0] + vector * VECTOR
-                sources[i] = params.mX.iterator.toint() + element * 2
+                element = cutlass.Int64(token) * params.mX.stride[0] + vector * elements
+                sources[i] = params.mX.iterator.toint() + element * itemsize
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
@@ -232,13 +247,13 @@ class GroupedProduct(GemmBase):
                 if loads_weights:
                     pipeline.producer_expect(position, self.weight_bytes)
                     self.load_weights(params, tWgW, tWsW, work, k_tile, stage, pipeline.full(position))
-                inside = k_tile * BLOCK_K + vector * VECTOR < params.mX.shape[1]
-                count = cutlass.Int32(16) if inside else cutlass.Int32(0)
-                to = target + stage * (self.tile_m * BLOCK_K * 2)
-                offset = cutlass.Int64(k_tile * (BLOCK_K * 2)) if inside else cutlass.Int64(0)
+                inside = k_tile * self.block_k + vector * elements < params.mX.shape[1]
+                count = cutlass.Int32(VECTOR_BYTES) if inside else cutlass.Int32(0)
+                to = target + stage * (self.tile_m * BLOCK_BYTES)
+                offset = cutlass.Int64(k_tile * BLOCK_BYTES) if inside else cutlass.Int64(0)
                 for i in cutlass.range_constexpr(copies):
                     if row + i * step < work.rows:
-                        cp_async_zfill(to + i * (step * BLOCK_K * 2), sources[i] + offset, count)
+                        cp_async_zfill(to + i * (step * BLOCK_BYTES), sources[i] + offset, count)
                 cute.arch.cp_async_mbarrier_arrive_noinc(pipeline.full(position))
 
     @cute.jit
@@ -262,7 +277,7 @@ class GroupedProduct(GemmBase):
             work = self.work_tile(params, schedule, 0)
             tWsW, tWgW = self.partition_weights(params, sW)
             tx_bytes = self.bytes_of_stage(work)
-            early = cutlass.min(cute.ceil_div(params.mX.shape[1], BLOCK_K), self.stages)
+            early = cutlass.min(cute.ceil_div(params.mX.shape[1], self.block_k), self.stages)
             for k_tile in cutlass.range(early, unroll=1):
                 pipeline.producer_expect(k_tile, tx_bytes)
                 self.load_weights(params, tWgW, tWsW, work, k_tile, k_tile, pipeline.full(k_tile))
@@ -277,17 +292,17 @@ class GroupedProduct(GemmBase):
     def load(self, params: GroupedParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline):
         """The load warp: rows that lie in order, and weights."""
         schedule, one = self.tiles_of_cta(params), cute.make_layout(1)
-        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         tWsW, tWgW = self.partition_weights(params, sW)
-        sX_tail = cute.local_tile(sX, (TAIL_ROWS, BLOCK_K), (None, 0, None))
+        sX_tail = cute.local_tile(sX, (TAIL_ROWS, self.block_k), (None, 0, None))
         early = cutlass.Int32(0)
         if cutlass.const_expr(self.prefetches):
             early = self.prefetch_weights(params, sW, pipeline, schedule)
         for tile in cutlass.range(schedule.count, unroll=1):
             work = self.work_tile(params, schedule, tile)
             mX = cute.domain_offset((work.first_row, 0), params.mX)
-            gX = cute.local_tile(mX, (self.tile_m, BLOCK_K), (None, None))
-            gX_tail = cute.local_tile(mX, (TAIL_ROWS, BLOCK_K), (None, None))
+            gX = cute.local_tile(mX, (self.tile_m, self.block_k), (None, None))
+            gX_tail = cute.local_tile(mX, (TAIL_ROWS, self.block_k), (None, None))
             tXsX, tXgX = cpasync.tma_partition(
                 params.tma_atom_x, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
             )

@@ -101,7 +101,7 @@ def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
         pairs = cute.sym_int()
         scratch = ExpertsScratch(
             tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
-            tile_count=vector(Int32, 1),
+            tile_count=vector(Int32, 2),
             counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
             pairs=vector(Int32, pairs),
             hidden=matrix(dtype, pairs, width),
@@ -135,7 +135,7 @@ def scratch_of(
     """A launch's part of the workspace."""
     pairs, tiles = tokens * spec.topk, config.work_tiles(spec, tokens)
     hidden, width = spec.hidden_size, spec.intermediate_size
-    sizes = (tiles * RECORD, 1, routing_ctas * spec.num_experts, pairs)
+    sizes = (tiles * RECORD, 2, routing_ctas * spec.num_experts, pairs)
     integers = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
     # Elements of 2 bytes in a buffer of 4; both products' rows are multiples of 16 bytes.
     values = workspace.partials(pairs * (hidden + width) // 2).view(spec.dtype)

@@ -65,7 +65,7 @@ class RoutingParams:
     Attributes:
         mIds: [pairs]. mMap: [global experts], or missing.
         mCounts: [CTAs, E].
-        mTiles: [tiles, RECORD]. mTileCount: [1]. mPairs: [pairs].
+        mTiles: [tiles, RECORD]. mTileCount: [2]. mPairs: [pairs].
     """
 
     mIds: cute.Tensor
@@ -100,10 +100,11 @@ class Routing:
     Args:
         experts: of this rank.
         tile_m: rows of a work tile at most.
+        waits_first: the next kernel starts when all before this one have ended: it need not wait for them.
     """
 
-    def __init__(self, experts: int, tile_m: int):
-        self.experts, self.tile_m = experts, tile_m
+    def __init__(self, experts: int, tile_m: int, waits_first: bool = False):
+        self.experts, self.tile_m, self.waits_first = experts, tile_m, waits_first
         self.threads = WARPS * WARP
 
     @cute.jit
@@ -127,8 +128,7 @@ class Routing:
     def count_kernel(self, params: RoutingParams):
         """Counts of a CTA's range of pairs."""
         smem = self.allocate()
-        dependent_launch.launch_dependents()
-        dependent_launch.wait()
+        self.wait()
         self.count(params, smem)
         for expert in cutlass.range(cute.arch.thread_idx()[0], self.experts, self.threads, unroll=1):
             params.mCounts[cute.arch.block_idx()[0], expert] = self.total(smem, expert)
@@ -139,8 +139,7 @@ class Routing:
         smem = self.allocate()
         thread = cute.arch.thread_idx()[0]
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-        dependent_launch.launch_dependents()
-        dependent_launch.wait()
+        self.wait()
         self.count(params, smem)
         for expert in cutlass.range(thread, self.experts, self.threads, unroll=1):
             total, before = cutlass.Int32(0), cutlass.Int32(0)
@@ -166,6 +165,15 @@ class Routing:
         cta_barrier()
         self.walk(params, smem, True)
         self.list_tiles(params, smem, cta * self.threads + thread, ctas * self.threads)
+
+    @cute.jit
+    def wait(self):
+        """Let the next kernel start, and wait for the one before this one."""
+        if cutlass.const_expr(self.waits_first):
+            dependent_launch.wait()
+        dependent_launch.launch_dependents()
+        if cutlass.const_expr(not self.waits_first):
+            dependent_launch.wait()
 
     def allocate(self) -> RoutingSmem:
         smem, experts = cutlass.utils.SmemAllocator(), self.experts
@@ -263,7 +271,7 @@ class Routing:
         """A thread's work tiles; the thread is one of the whole grid."""
         count = smem.sTileStarts[self.experts]
         if thread == 0:
-            params.mTileCount[0] = count
+            params.mTileCount[0], params.mTileCount[1] = count, smem.sStarts[self.experts]
         rRecord = cute.make_rmem_tensor(RECORD, cutlass.Int32)
         rRecord.fill(0)
         for tile in cutlass.range(thread, count, threads, unroll=1):

@@ -80,6 +80,16 @@ def expert_of(tile, tile_starts_ptr, experts, SEARCH: tl.constexpr):
 
 
 @triton.jit
+def rows_of_tile(tile, tensors, experts, SEARCH: tl.constexpr, M: tl.constexpr):
+    """(expert, pair [M], in_rows [M]) of a tile: the pairs of its rows, as far as there are."""
+    expert = expert_of(tile, tensors.tile_starts, experts, SEARCH)
+    first = tl.load(tensors.starts + expert) + (tile - tl.load(tensors.tile_starts + expert)) * M
+    place = first + tl.arange(0, M)
+    in_rows = place < tl.load(tensors.starts + expert + 1)
+    return expert, tl.load(tensors.pairs + place, mask=in_rows, other=0).to(tl.int64), in_rows
+
+
+@triton.jit
 def product_kernel(
     tensors,
     strides,
@@ -100,11 +110,8 @@ def product_kernel(
     column = tl.program_id(1).to(tl.int64) * N + tl.arange(0, N)
     if tile >= tl.load(tensors.tile_starts + experts):
         return
-    expert = expert_of(tile, tensors.tile_starts, experts, PRODUCT.search)
-    first = tl.load(tensors.starts + expert) + (tile - tl.load(tensors.tile_starts + expert)) * M
-    place = first + tl.arange(0, M)
-    in_rows, in_columns = place < tl.load(tensors.starts + expert + 1), column < n
-    pair = tl.load(tensors.pairs + place, mask=in_rows, other=0).to(tl.int64)
+    expert, pair, in_rows = rows_of_tile(tile, tensors, experts, PRODUCT.search, M)
+    in_columns = column < n
     inner = tl.arange(0, K)
     x_ptrs = tensors.x + (pair // PRODUCT.share)[:, None] * strides.x + inner[None, :]
     gate_ptrs = (
@@ -392,12 +399,16 @@ def launches(
     tile_m: int,
 ) -> None:
     """Writes operands.out; routing, inner [M k, I], made [M k, H] are scratch. With meta tensors it only compiles."""
-    tokens, hidden = operands.x.shape
-    weights, where = operands.topk_weights, spec.router_weights
-    scale = weights if where is RouterWeights.INPUT else None
+    scale = operands.topk_weights if spec.router_weights is RouterWeights.INPUT else None
     sort(spec, operands, routing, tile_m)
     product(spec, routing, operands.x, operands.w13, operands.w13_bias, scale, inner, tile_m, True)
     product(spec, routing, inner, operands.w2, operands.w2_bias, None, made, tile_m, False)
+    combine(spec, operands, routing, made)
+
+
+def combine(spec: ExpertsSpec, operands: ExpertsOperands, routing: Routing, made: torch.Tensor) -> None:
+    """Writes operands.out from each pair's result [M k, H]."""
+    (tokens, hidden), weights = operands.out.shape, operands.topk_weights
     launcher(combine_kernel, (tokens, triton.cdiv(hidden, 1024)), made)(
         made,
         made if weights is None else weights,
@@ -408,7 +419,7 @@ def launches(
         hidden,
         routing.counts.numel(),
         TOPK=spec.topk,
-        WEIGHTED=where is RouterWeights.OUTPUT,
+        WEIGHTED=spec.router_weights is RouterWeights.OUTPUT,
         COUNTERS=triton.next_power_of_2(routing.counts.numel()),
         N=min(1024, triton.next_power_of_2(hidden)),
     )

@@ -257,6 +257,10 @@ class ScaledGemm(Gemm):
                     following = cutlass.min(k_tile + AHEAD, k_tiles - 1)
                     ahead[i].store(self.scales_of_block(params, row, first_rows, following).load())
 
+    def scale_row(self, params: ScaledParams, row, i: int):
+        """Which of x's scales row `i` of a thread's has: 8 below the one before it, or the next 64 rows' first."""
+        return cutlass.min(row + 8 * (i % 2) + MMA_M * (i // 2), params.mX.shape[0] - 1)
+
     def first_weight_row(self, params: ScaledParams, n_tile, box: int):
         """The first row of weights of a box of a tile."""
         if self.gated:
@@ -268,10 +272,10 @@ class ScaledGemm(Gemm):
 
         Of a box that may lie in two blocks of rows there are two.
         """
-        m, (row_blocks, _) = params.mX.shape[0], params.mWeightScale.shape
+        row_blocks, _ = params.mWeightScale.shape
         scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
         for i in range(2 * self.mma_tiles_m):
-            scales[i] = params.mXScale[cutlass.min(row + 8 * (i % 2) + MMA_M * (i // 2), m - 1), k_tile]
+            scales[i] = params.mXScale[self.scale_row(params, row, i), k_tile]
         for box in range(2):
             for part in range(self.box_blocks):
                 block = cutlass.min(first_rows[box] // GROUP + part, row_blocks - 1)
@@ -302,10 +306,10 @@ class ScaledGemm(Gemm):
         Args:
             row: the first of the thread's rows.
         """
-        n, m = params.mOut.shape[1], params.mOut.shape[0]
+        n = params.mOut.shape[1]
         x_scales = [cutlass.Float32(1.0)] * 2
         if not self.blocked:
-            places = [cutlass.min(row + 8 * b, m - 1) if self.x_rows else 0 for b in range(2)]
+            places = [self.scale_row(params, row, b) if self.x_rows else 0 for b in range(2)]
             x_scales = [params.mXScale[place] for place in places]
         found = []
         for j in range(self.columns // 8):

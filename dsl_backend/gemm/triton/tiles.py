@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.gemm.activation import Activation, Geglu
+from dsl_backend.quant.triton.convert import dequantize
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
@@ -31,6 +32,34 @@ def dot(a, b, acc):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def elements(stored):
+    """Operands of a product: e4m3, or where the target has no conversion float16 of its bits."""
+    if stored.dtype == tl.uint8:
+        return dequantize(stored, tl.float16, False)
+    else:
+        return stored
+
+
+@triton.jit
+def product(x, weight, K: tl.constexpr, WGMMA: tl.constexpr):
+    """The product of `elements` of K columns, in accumulators of its own, which are added to float32 afterwards.
+
+    Triton can do that inside of one product that is given the sum (`max_num_imprecise_acc`), but with two products in a
+    pipelined loop its code for SM90 (WGMMA) reads accumulators that wgmma still writes (Triton 3.9: the emulator finds
+    it).
+    """
+    zeros = tl.zeros((x.shape[0], weight.shape[1]), tl.float32)
+    if x.dtype != tl.float8e4nv:
+        return dot(x, weight, zeros)
+    elif WGMMA:
+        # Its default is a limit past every k, with which a sum is not folded into the product.
+        return tl.dot(x, weight, zeros)
+    else:
+        # Any limit but 0 keeps it from being folded: SM89's matrix unit keeps few bits of a sum too.
+        return tl.dot(x, weight, zeros, max_num_imprecise_acc=K)
 
 
 @triton.jit

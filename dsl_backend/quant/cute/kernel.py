@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float32 matrices to e4m3 with computed scales: one for each row, or one for each 128 columns of a row.
+"""Matrices to e4m3 with computed scales: one for each row, or one for each 128 columns of a row.
 
 They follow a GEMM whose tiles have parts of a row or a group. A row's scale needs two passes over it, of which the
 second one finds in L2, or in L1, what the first one read.
@@ -8,6 +8,7 @@ second one finds in L2, or in L1, what the first one read.
 from dataclasses import dataclass
 
 import cutlass
+import torch
 from cutlass import cute
 
 from dsl_backend.primitives import dependent_launch
@@ -30,9 +31,24 @@ class QuantiseKey:
 
     Attributes:
         by_group: a scale for each 128 columns of a row; else for each row.
+        dtype: of the matrix.
     """
 
     by_group: bool
+    dtype: torch.dtype = torch.float32
+
+
+@cute.jit
+def load_wide(x: cute.Tensor, row: cutlass.Int32, column: cutlass.Int32, values: cute.Tensor):
+    """A vector of a row, as float32."""
+    offset = cutlass.Int64(row) * x.stride[0] + column
+    if cutlass.const_expr(x.element_type is cutlass.Float32):
+        load_vector(x.iterator, offset, values)
+    else:
+        narrow = cute.make_rmem_tensor(VECTOR, x.element_type)
+        load_vector(x.iterator, offset, narrow)
+        for i in cutlass.range_constexpr(VECTOR):
+            values[i] = narrow[i].to(cutlass.Float32)
 
 
 def largest_of(values: cute.Tensor):
@@ -41,32 +57,48 @@ def largest_of(values: cute.Tensor):
 
 
 class Quantise:
-    """out [rows, n] e4m3 as bytes, scale [rows], or [rows, groups] of any strides, of x [rows, n] float32.
+    """out [rows, n] e4m3 as bytes, scale [rows], or [rows, groups] of any strides, of x [rows, n].
 
-    n is a multiple of 4, and rows of x and out start at multiples of 16 and 4 bytes.
+    n is a multiple of 4. Rows of x start at multiples of 4 elements, those of out at multiples of 4 bytes.
+
+    Args:
+        waits_last: it runs beside the kernel before it, which has nothing to do with x, out and scale, and which lets
+            it start when all kernels before that one have ended.
     """
 
-    def __init__(self, key: QuantiseKey):
-        self.by_group = key.by_group
+    def __init__(self, key: QuantiseKey, waits_last: bool = False):
+        self.by_group, self.waits_last = key.by_group, waits_last
         self.threads = GROUP_THREADS if key.by_group else ROW_THREADS
 
     @cute.jit
     def __call__(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, stream):
         """Launch: a CTA for each row, or a warp for each group."""
+        self.launch(x, out, scale, None, stream)
+
+    @cute.jit
+    def launch(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, mRows: cute.Tensor, stream):
+        """Launch; mRows: int32 [1], the number of rows that count. None is all of them."""
         ctas = x.shape[0]
         if cutlass.const_expr(self.by_group):
             ctas = cute.ceil_div(x.shape[0] * scale.shape[1], self.threads // WARP)
-        self.kernel(x, out, scale).launch(grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True)
+        self.kernel(x, out, scale, mRows).launch(
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor):
+    def kernel(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, mRows: cute.Tensor):
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         dependent_launch.launch_dependents()
-        dependent_launch.wait()
+        if cutlass.const_expr(not self.waits_last):
+            dependent_launch.wait()
+        rows = x.shape[0] if cutlass.const_expr(mRows is None) else mRows[0]
         if cutlass.const_expr(self.by_group):
-            self.group(x, out, scale, block * (self.threads // WARP) + thread // WARP, thread % WARP)
+            self.group(x, out, scale, rows, block * (self.threads // WARP) + thread // WARP, thread % WARP)
         else:
-            self.row(x, out, scale, block, thread)
+            if block < rows:
+                self.row(x, out, scale, block, thread)
+        if cutlass.const_expr(self.waits_last):
+            dependent_launch.wait()
 
     @cute.jit
     def row(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, row: cutlass.Int32, thread: cutlass.Int32):
@@ -76,26 +108,34 @@ class Quantise:
         values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
         largest = cutlass.Float32(0.0)
         for i in cutlass.range(thread, vectors, self.threads, unroll=4):
-            load_vector(x.iterator, cutlass.Int64(row) * x.stride[0] + i * VECTOR, values)
+            load_wide(x, row, i * VECTOR, values)
             largest = cute.arch.fmax(largest, largest_of(values))
         whole = row_reduce(Max(largest), buffer, mbar, self.threads, 1).maximum
         found = cute.arch.fmax(whole, LEAST_OF_ROW) / cutlass.Float32(E4M3.largest)
         if thread == 0:
             scale[row] = found
         for i in cutlass.range(thread, vectors, self.threads, unroll=4):
-            load_vector(x.iterator, cutlass.Int64(row) * x.stride[0] + i * VECTOR, values)
+            load_wide(x, row, i * VECTOR, values)
             self.store(out, values, found, row, i * VECTOR)
 
     @cute.jit
-    def group(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, item: cutlass.Int32, lane: cutlass.Int32):
-        """A warp's group; `item` counts those of a row, then of the next one."""
-        (rows, n), groups = x.shape, scale.shape[1]
+    def group(
+        self,
+        x: cute.Tensor,
+        out: cute.Tensor,
+        scale: cute.Tensor,
+        rows: cutlass.Int32,
+        item: cutlass.Int32,
+        lane: cutlass.Int32,
+    ):
+        """A warp's group, of the first `rows` rows; `item` counts those of a row, then of the next one."""
+        n, groups = x.shape[1], scale.shape[1]
         if item < rows * groups:
             row, column = item // groups, item % groups * GROUP + lane * VECTOR
             values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
             values.fill(0.0)
             if column < n:
-                load_vector(x.iterator, cutlass.Int64(row) * x.stride[0] + column, values)
+                load_wide(x, row, column, values)
             largest = warp_reduce(Max(largest_of(values)), WARP).maximum
             found = cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3.largest)
             if lane == 0:

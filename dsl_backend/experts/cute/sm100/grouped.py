@@ -8,7 +8,7 @@ expert are the next expert's, which a TMA store of the tile would overwrite.
 import cutlass
 from cutlass import cute
 
-from dsl_backend.experts.cute.grouped import VECTOR, GroupedParams, GroupedProduct, WorkTile, gemm_key
+from dsl_backend.experts.cute.grouped import VECTOR_BYTES, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import LOAD_WARP, MMA_WARP, GemmConfig
@@ -17,6 +17,9 @@ from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch, tmem
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.pipeline import Pipeline
+
+# Elements of the output in one access.
+VECTOR = VECTOR_BYTES // 2
 
 
 class GroupedGemm(GroupedProduct, Gemm):

@@ -4,10 +4,10 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.experts.cute.grouped import VECTOR, GroupedParams, GroupedProduct, WorkTile, gemm_key
+from dsl_backend.experts.cute.grouped import VECTOR_BYTES, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
-from dsl_backend.gemm.sizes import BLOCK_K, WARPGROUP
-from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, CONSUMERS, MMA_M, PRODUCER_REGISTERS, GemmConfig
+from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, GemmConfig
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
@@ -27,7 +27,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         """Launch so many CTAs."""
         weight_rows = 2 * self.box_n
         tiled_mma = self.tiled_mma(weight_rows)
-        self.kernel(params, tiled_mma, *self.smem_layouts(weight_rows), self.sOut_layout()).launch(
+        self.kernel(params, tiled_mma, *self.smem_layouts(self.side * weight_rows), self.sOut_layout()).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -56,7 +56,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         self.wait_for_rows()
         group = warp // (WARPGROUP // 32)
         if group == CONSUMERS:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.producer_registers)
             if cutlass.const_expr(self.gathers):
                 thread = cute.arch.thread_idx()[0] % WARPGROUP
                 self.gather(params, sX, sW, pipeline, thread, warp == CONSUMERS * (WARPGROUP // 32))
@@ -64,7 +64,7 @@ class GroupedGemm(GroupedProduct, Gemm):
                 if warp == CONSUMERS * (WARPGROUP // 32):
                     self.load(params, sX, sW, pipeline)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            cute.arch.setmaxregister_increase(self.consumer_registers)
             if cutlass.const_expr(self.prefetches):
                 dependent_launch.wait()
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
@@ -82,7 +82,7 @@ class GroupedGemm(GroupedProduct, Gemm):
     ):
         """A consumer warpgroup: its rows of every tile, or every other tile."""
         schedule = self.tiles_of_cta(params)
-        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
         start, stride = self.consumer_tiles(group)
@@ -183,7 +183,8 @@ class GroupedGemm(GroupedProduct, Gemm):
         self, params: GroupedParams, sOut: cute.Tensor, work: WorkTile, top: cutlass.Int32, thread: cutlass.Int32
     ):
         """Staged rows to the output, 16 bytes a thread; where they go is loaded for all of them first."""
-        row_vectors = cutlass.const_expr(self.columns // VECTOR)
+        elements = cutlass.const_expr(VECTOR_BYTES * 8 // self.out_dtype.width)
+        row_vectors = cutlass.const_expr(self.columns // elements)
         count = cutlass.const_expr((MMA_M * row_vectors + WARPGROUP - 1) // WARPGROUP)
         targets = cute.make_rmem_tensor(count, cutlass.Int32)
         for i in cutlass.range_constexpr(count):
@@ -191,11 +192,11 @@ class GroupedGemm(GroupedProduct, Gemm):
             targets[i] = work.first_row + place
             if cutlass.const_expr(not self.gathers):
                 targets[i] = params.mPairs[targets[i]]
-        rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
+        rOut = cute.make_rmem_tensor(elements, self.out_dtype)
         for i in cutlass.range_constexpr(count):
             row, vector = (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
-            column = work.n_tile * self.columns + vector * VECTOR
+            column = work.n_tile * self.columns + vector * elements
             if row < MMA_M and top + row < work.rows and column < params.mOut.shape[1]:
-                staged = cute.local_tile(sOut, (1, VECTOR), (row, vector))
+                staged = cute.local_tile(sOut, (1, elements), (row, vector))
                 cute.autovec_copy(cute.group_modes(staged, 0, 2), rOut)
                 store_vector(rOut, params.mOut.iterator, cutlass.Int64(targets[i]) * params.mOut.stride[0] + column)

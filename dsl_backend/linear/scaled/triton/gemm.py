@@ -14,12 +14,12 @@ import triton.language as tl
 
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.spec import Rows
-from dsl_backend.gemm.triton.tiles import activated, dot, kind_of, tile_of_program
+from dsl_backend.gemm.triton.tiles import activated, elements, kind_of, product, tile_of_program
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import E4M3, GROUP, ROW_SCALED, ScaledFormat
 from dsl_backend.quant.reference import LEAST_OF_GROUP, LEAST_OF_ROW
-from dsl_backend.quant.triton.convert import dequantize, quantize
+from dsl_backend.quant.triton.convert import quantize
 from dsl_backend.quant.triton.scales import exponent_of, magnitude, scale_of
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
@@ -86,41 +86,14 @@ class Layer(NamedTuple):
 
 
 @triton.jit
-def elements(stored):
-    """Operands of a product: e4m3, or where the target has no conversion float16 of its bits."""
-    if stored.dtype == tl.uint8:
-        return dequantize(stored, tl.float16, False)
-    else:
-        return stored
-
-
-@triton.jit
-def product(x, weight, LAYER):
-    """The product of a tile of k, in accumulators of its own, which are added to float32 afterwards.
-
-    Triton can do that inside of one product that is given the sum (`max_num_imprecise_acc`), but with two products in a
-    pipelined loop its code for SM90 reads accumulators that wgmma still writes (Triton 3.9: the emulator finds it).
-    """
-    zeros = tl.zeros((x.shape[0], weight.shape[1]), tl.float32)
-    if x.dtype != tl.float8e4nv:
-        return dot(x, weight, zeros)
-    elif LAYER.wgmma:
-        # Its default is a limit past every k, with which a sum is not folded into the product.
-        return tl.dot(x, weight, zeros)
-    else:
-        # Any limit but 0 keeps it from being folded: SM89's matrix unit keeps few bits of a sum too.
-        return tl.dot(x, weight, zeros, max_num_imprecise_acc=LAYER.tile_k)
-
-
-@triton.jit
 def scaled_sum(x, x_scale, weight, tensors, strides, row, k_block, acc, LAYER):
     """The sum of a tile of k, with the scales of its block of the weight; `row` are the weight's rows."""
     if LAYER.blocked:
         blocks = tensors.weight_scale + row // LAYER.block * strides.weight_scale + k_block
         scale = x_scale[:, None] * scale_of(tl.load(blocks))[None, :]
-        return acc + scale * product(x, weight, LAYER)
+        return acc + scale * product(x, weight, LAYER.tile_k, LAYER.wgmma)
     else:
-        return acc + product(x, weight, LAYER)
+        return acc + product(x, weight, LAYER.tile_k, LAYER.wgmma)
 
 
 @triton.jit

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From torch tensors to the kernels of experts whose weights are in 8 bits: keys, compiled functions, launches."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
+from dsl_backend.experts.cute.args import RECORD
+from dsl_backend.experts.cute.host import IDS, matrices, rows_of, vector
+from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs, ScaledScratch
+from dsl_backend.experts.cute.scaled_layer import ScaledExpertsKey, ScaledExpertsLayer
+from dsl_backend.experts.kernel import Launch
+from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, choose, products
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.gemm.args import require_dynamic
+from dsl_backend.gemm.host import ALIGNMENT, matrix
+from dsl_backend.quant.format import E4M3, ScaledFormat
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import Function, compile_kernel
+from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Part, Workspace
+
+
+def key_of(spec: ExpertsSpec, config: ScaledExpertsConfig) -> ScaledExpertsKey:
+    """The kernels of a layer."""
+    assert spec.weight is not None
+    assert spec.activations is not None
+    first, second = products(spec, config.beside)
+    return ScaledExpertsKey(
+        num_experts=spec.num_experts,
+        topk=spec.topk,
+        dtype=spec.dtype,
+        ids_dtype=spec.ids_dtype,
+        activation=spec.activation,
+        interleaved=spec.interleaved,
+        w13_bias=False,
+        w2_bias=False,
+        router_weights=spec.router_weights,
+        mapped=spec.global_experts is not None,
+        first=config.first,
+        second=config.second,
+        prefetches=config.prefetches,
+        trims=config.trims,
+        weight=spec.weight,
+        activations=spec.activations,
+        x_given=spec.x is not None,
+        beside=config.beside,
+        first_gemm=first,
+        second_gemm=second,
+    )
+
+
+def fake_scale(kind: ScaledFormat, *rows: Any) -> Any:
+    """A fake contiguous tensor of the scales of a matrix, or of a stack of matrices."""
+    shape = (*rows[:-1], cute.sym_int(), cute.sym_int()) if kind.block_rows != 1 else (*rows, cute.sym_int())
+    if not kind.blocked:
+        shape = rows
+    strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
+    return make_fake_tensor(Float32, shape, strides, assumed_align=4)
+
+
+def fake_args(key: ScaledExpertsKey) -> ScaledExpertsArgs:
+    """What the kernels are compiled for: sizes that are multiples of 16."""
+    experts, tokens, pairs, topk = key.num_experts, cute.sym_int(), cute.sym_int(), key.topk
+    hidden, width, rows = (cute.sym_int(divisibility=ALIGNMENT) for _ in range(3))
+    e4m3, acts = E4M3.dtype, key.activations
+    operands = ExpertsOperands(
+        x=matrix(e4m3 if key.x_given else key.dtype, tokens, hidden),
+        w13=matrices(e4m3, experts, rows, hidden),
+        w2=matrices(e4m3, experts, hidden, width),
+        topk_weights=None if key.router_weights is RouterWeights.NONE else rows_of(Float32, tokens, topk, 4),
+        topk_ids=rows_of(IDS[key.ids_dtype], tokens, topk, key.ids_dtype.itemsize),
+        w13_bias=None,
+        w2_bias=None,
+        expert_map=vector(Int32, cute.sym_int()) if key.mapped else None,
+        out=matrix(key.dtype, tokens, hidden),
+        scales=ExpertsScales(
+            w13=fake_scale(key.weight, experts, rows),
+            w2=fake_scale(key.weight, experts, hidden),
+            x=fake_scale(acts, tokens) if key.x_given else None,
+        ),
+    )
+    scratch = ScaledScratch(
+        tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
+        tile_count=vector(Int32, 2),
+        counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
+        pairs=vector(Int32, pairs),
+        hidden=matrix(e4m3, pairs, width),
+        hidden_scale=fake_scale(acts, pairs),
+        wide=matrix(key.dtype, pairs, width) if key.beside else None,
+        x=None if key.x_given else matrix(e4m3, tokens, hidden),
+        x_scale=None if key.x_given else fake_scale(acts, tokens),
+        made=matrix(key.dtype, pairs, hidden),
+    )
+    args = ScaledExpertsArgs(operands, scratch, Int32(1), Int32(1), Int32(1))
+    require_dynamic(args)
+    return args
+
+
+def build(key: ScaledExpertsKey, target: Target) -> Function:
+    """The compiled function of x and `ScaledExpertsArgs`; it launches on torch's current stream."""
+    args = fake_args(key)
+    stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+    return compile_kernel(ScaledExpertsLayer(key), (args.operands.x, args, stream), key=key, target=target)
+
+
+def scratch_of(
+    spec: ExpertsSpec, config: ScaledExpertsConfig, tokens: int, routing_ctas: int, workspace: Workspace
+) -> ScaledScratch:
+    """A launch's part of the workspace."""
+    assert spec.activations is not None
+    pairs, tiles = tokens * spec.topk, config.work_tiles(spec, tokens)
+    hidden, width, acts = spec.hidden_size, spec.intermediate_size, spec.activations
+    sizes = (tiles * RECORD, 2, routing_ctas * spec.num_experts, pairs)
+    integers = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    parts = {
+        "hidden": Part(torch.uint8, (pairs, width)),
+        "hidden_scale": Part(torch.float32, acts.scale_shape(pairs, width)),
+        "made": Part(spec.dtype, (pairs, hidden)),
+    }
+    if config.beside:
+        parts["wide"] = Part(spec.dtype, (pairs, width))
+    if spec.x is None:
+        parts["x"] = Part(torch.uint8, (tokens, hidden))
+        parts["x_scale"] = Part(torch.float32, acts.scale_shape(tokens, hidden))
+    values: dict[str, torch.Tensor | None] = {"wide": None, "x": None, "x_scale": None}
+    values |= zip(parts, workspace.tensors(list(parts.values())), strict=True)
+    return ScaledScratch(
+        tiles=integers[0].view(tiles, RECORD),
+        tile_count=integers[1],
+        counts=integers[2].view(routing_ctas, spec.num_experts),
+        pairs=integers[3],
+        **values,
+    )
+
+
+def as_bytes(operands: ExpertsOperands) -> ExpertsOperands:
+    """The operands as kernels see them."""
+    x = operands.x.view(torch.uint8) if operands.x.itemsize == 1 else operands.x
+    return operands._replace(x=x, w13=operands.w13.view(torch.uint8), w2=operands.w2.view(torch.uint8))
+
+
+def run(
+    function: Function,
+    spec: ExpertsSpec,
+    config: ScaledExpertsConfig,
+    operands: ExpertsOperands,
+    ctas: tuple[int, int, int],
+    workspace: Workspace,
+) -> None:
+    """Launch a function of `build`; `ctas` as the configuration has them."""
+    scratch = scratch_of(spec, config, operands.x.shape[0], ctas[0], workspace)
+    given = as_bytes(operands)
+    function(given.x, ScaledExpertsArgs(given, scratch, *ctas))
+
+
+@lru_cache(maxsize=1 << 16)
+def chosen(
+    spec: ExpertsSpec, tokens: int, target: Target, libraries: str
+) -> tuple[ScaledExpertsConfig, tuple[int, int, int], Function]:
+    """The kernels for so many tokens, their CTAs and their function, kept by what host code is linked with."""
+    config = choose(spec, tokens, target)
+    return config, config.ctas(spec, tokens, target), build(key_of(spec, config), target)
+
+
+def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
+    """The kernels for any number of tokens."""
+
+    def launch(operands: ExpertsOperands) -> None:
+        config, ctas, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
+        run(function, spec, config, operands, ctas, workspace)
+
+    return launch

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All launches of a layer whose weights are in 8 bits, in one host function."""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.experts.cute.combine import Combine
+from dsl_backend.experts.cute.key import ExpertsKey, ProductKey
+from dsl_backend.experts.cute.routing import Routing
+from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs
+from dsl_backend.experts.cute.sm90.scaled_grouped import ScaledGroupedGemm
+from dsl_backend.experts.spec import RouterWeights
+from dsl_backend.gemm.scaled import ScaledGemmSpec
+from dsl_backend.gemm.scaled_host import key_of
+from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.quant.cute.kernel import Quantise, QuantiseKey
+from dsl_backend.quant.format import ScaledFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledExpertsKey(ExpertsKey):
+    """All launches of a layer; see `spec.ExpertsSpec` and `scaled_configs.ScaledExpertsConfig`.
+
+    Attributes:
+        weight, activations: formats of the products' operands.
+        x_given: x is given in 8 bits.
+        beside: a launch of its own quantises the activation's result.
+        first_gemm, second_gemm: the products.
+    """
+
+    weight: ScaledFormat
+    activations: ScaledFormat
+    x_given: bool
+    beside: bool
+    first_gemm: ScaledGemmSpec
+    second_gemm: ScaledGemmSpec
+
+
+def product_of(key: ProductKey, gemm: ScaledGemmSpec, beside: bool) -> ScaledGroupedGemm:
+    assert isinstance(key.config, ScaledGemmConfig)
+    return ScaledGroupedGemm(key, key_of(gemm, key.config, False), beside)
+
+
+class ScaledExpertsLayer:
+    """Quantisation of x, routing, grouped GEMMs, and the sum over a token's experts.
+
+    Writes operands.out; at least one token.
+    """
+
+    def __init__(self, key: ScaledExpertsKey):
+        first, second = key.products
+        self.first = product_of(first, key.first_gemm, key.beside)
+        self.second = product_of(second, key.second_gemm, False)
+        self.routing = Routing(key.num_experts, self.first.tile_m, waits_first=True)
+        self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
+        quantised = QuantiseKey(by_group=key.activations.blocked, dtype=key.dtype)
+        self.quantise_x, self.quantise = Quantise(quantised, waits_last=True), Quantise(quantised)
+        self.x_given, self.beside = key.x_given, key.beside
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, args: ScaledExpertsArgs, stream):
+        """Launch; x is args.operands.x, see `gemm.args.launch_args`."""
+        scratch = args.scratch
+        self.routing.launch(args, stream)
+        if cutlass.const_expr(not self.x_given):
+            self.quantise_x.launch(args.operands.x, scratch.x, scratch.x_scale, None, stream)
+        self.first.launch(args, stream)
+        if cutlass.const_expr(self.beside):
+            rows = cute.domain_offset((1,), scratch.tile_count)
+            self.quantise.launch(scratch.wide, scratch.hidden, scratch.hidden_scale, rows, stream)
+        self.second.launch(args, stream)
+        self.combine.launch(args, stream)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped GEMM of e4m3 operands on SM90: work tiles and loads of `experts/cute/grouped.py`, promoted sums of
+`gemm/sm90/scaled_gemm.py`.
+
+With scales of groups, the first product's CTA finishes tiles side by side until it has 128 columns of the activation's
+result, and quantises them. With a scale for each row, and where that is chosen, it writes them in 16 bits.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import cutlass
+from cutlass import cute
+
+from dsl_backend.experts.cute.grouped import GroupedParams, Schedule, WorkTile
+from dsl_backend.experts.cute.key import ProductKey
+from dsl_backend.experts.cute.sm90.grouped import GroupedGemm
+from dsl_backend.experts.scaled_configs import SideBySideConfig
+from dsl_backend.gemm.scaled_key import ScaledKey
+from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
+from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER
+from dsl_backend.gemm.sm90.scaled_gemm import ScaledGemm
+from dsl_backend.primitives.math import f32_to_e4m3
+from dsl_backend.primitives.pipeline import Pipeline
+
+# Of consumers and of the producer's four warps where these gather: with 40 they spilled 8 to 16 bytes.
+GATHERING_REGISTERS = 224, 56
+
+
+@dataclass(frozen=True)
+class ScaledGroupedParams(GroupedParams):
+    """With scales.
+
+    Attributes:
+        mXScale: float32 [tokens or rows, groups] or [tokens or rows].
+        mWeightScale: float32 [E, blocks of rows, blocks of k] or [E, parts * n]; of one expert without the first mode.
+        mOutScale: float32 [rows, groups] of a quantised output; else missing.
+    """
+
+    mXScale: cute.Tensor
+    mWeightScale: cute.Tensor
+    mOutScale: cute.Tensor
+
+    def of_expert(self, expert: cutlass.Int32) -> "ScaledGroupedParams":
+        """The same with the weights' scales of an expert."""
+        others = (None,) * (cute.rank(self.mWeightScale) - 1)
+        return replace(self, mWeightScale=self.mWeightScale[(expert, *others)])
+
+
+class ScaledGroupedGemm(GroupedGemm, ScaledGemm):
+    """One of the two products; see `experts/cute/grouped.py`.
+
+    Args:
+        key: of the product.
+        scaled: of its arithmetic.
+        beside: the first product's output is in 16 bits, and another launch quantises it.
+    """
+
+    def __init__(self, key: ProductKey, scaled: ScaledKey[Any], beside: bool):
+        ScaledGemm.__init__(self, scaled)
+        self.set_up(key)
+        self.beside = beside
+        if isinstance(scaled.config, SideBySideConfig):
+            # Those of a consumer.
+            self.side, self.columns = CONSUMERS, self.columns // CONSUMERS
+            self.epi_tile = (MMA_M, self.columns)
+        if self.gathers:
+            self.consumer_registers, self.producer_registers = GATHERING_REGISTERS
+
+    @property
+    def quantises(self) -> bool:
+        """Whether the output is quantised in the epilogue."""
+        return self.out_format is not None
+
+    def matrices(self, args: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """(x, weight, out) of the product."""
+        operands, scratch = args.operands, args.scratch
+        if not self.gathers:
+            return scratch.hidden, operands.w2, scratch.made
+        x = operands.x if scratch.x is None else scratch.x
+        return x, operands.w13, scratch.wide if self.beside else scratch.hidden
+
+    def extended(self, params: GroupedParams, args: Any) -> ScaledGroupedParams:
+        """The parameters with scales."""
+        operands, scratch = args.operands, args.scratch
+        x_scale, weight_scale, out_scale = scratch.hidden_scale, operands.scales.w2, None
+        if self.gathers:
+            x_scale = operands.scales.x if scratch.x is None else scratch.x_scale
+            weight_scale = operands.scales.w13
+            out_scale = scratch.hidden_scale if self.quantises else None
+        base = {field.name: getattr(params, field.name) for field in fields(params)}
+        return ScaledGroupedParams(**base, mXScale=x_scale, mWeightScale=weight_scale, mOutScale=out_scale)
+
+    def tiles_of_cta(self, params: GroupedParams) -> Schedule:
+        """As the base's, of groups of tiles side by side, of which all are counted."""
+        m_tiles = params.mTileCount[0]
+        groups = cute.ceil_div(params.mOut.shape[1], self.columns * self.side * self.group_tiles)
+        first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        count = cute.ceil_div(cutlass.max(m_tiles * groups - first, 0), stride)
+        return Schedule(m_tiles, groups, first, stride, count * self.group_tiles)
+
+    def work_tile(self, params: GroupedParams, schedule: Schedule, tile) -> WorkTile:
+        """As the base's; tiles of a group follow one another."""
+        if self.group_tiles == 1:
+            return super().work_tile(params, schedule, tile)
+        of_group = super().work_tile(params, schedule, tile // self.group_tiles)
+        return replace(of_group, n_tile=of_group.n_tile * self.group_tiles + tile % self.group_tiles)
+
+    def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
+        """As the base's; side by side, a consumer has all rows and its own weights."""
+        if self.side == 1:
+            return super().consumer_operands(tiled_mma, sX, sW, group, thread)
+        sW_columns = cute.local_tile(sW, (2 * self.box_n, self.block_k), (group, 0, None))
+        _, *operands = super().consumer_operands(tiled_mma, sX, sW_columns, 0, thread)
+        return 0, *operands
+
+    def columns_of(self, work: WorkTile, group) -> WorkTile:
+        """A consumer's tile of columns."""
+        return work if self.side == 1 else replace(work, n_tile=work.n_tile * self.side + group)
+
+    def scale_row(self, params, row, i: int):
+        """Which of x's scales row `i` of a thread's has; `row` are those of all its rows."""
+        return row[i]
+
+    def rows_of(self, params: ScaledGroupedParams, work: WorkTile, first, thread, count: int) -> list:
+        """Tokens, or rows in order, of `count` of a thread's rows from row `first` of a work tile on.
+
+        Where there is no such row it is the last one's.
+        """
+        found = []
+        for i in range(count):
+            place = first + self.thread_row(thread) + 8 * (i % 2) + MMA_M * (i // 2)
+            row = work.first_row + cutlass.min(place, work.rows - 1)
+            found.append(params.mPairs[row] // self.pairs_per_row if self.gathers else row)
+        return found
+
+    @cute.jit
+    def mma(
+        self,
+        params: ScaledGroupedParams,
+        tiled_mma: cute.TiledMma,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        sOut: cute.Tensor,
+        pipeline: Pipeline,
+        group: cutlass.Int32,
+    ):
+        """A consumer warpgroup: its rows of every tile."""
+        schedule = self.tiles_of_cta(params)
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
+        first = row_tile * self.consumer_m
+        total = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        held = cute.make_rmem_tensor((self.columns // 2, self.mma_tiles_m, self.group_tiles), cutlass.Float32)
+        for i in cutlass.range(schedule.count // self.group_tiles, unroll=1):
+            for part in cutlass.range_constexpr(self.group_tiles):
+                tile = i * self.group_tiles + part
+                work = self.columns_of(self.work_tile(params, schedule, tile), group)
+                if first < work.rows:
+                    self.multiply(params, acc, total, tCrX, tCrW, pipeline, tile * k_tiles, work, first, thread)
+                    if cutlass.const_expr(self.quantises):
+                        self.hold(params, total, held, part, thread, cutlass.Int32(0), work.n_tile)
+                    else:
+                        self.epilogue(params.of_expert(work.expert), total, sOut, work, first, group, thread)
+                else:
+                    self.pass_stages(pipeline, tile * k_tiles, 0, k_tiles, thread)
+                    pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
+            if cutlass.const_expr(self.quantises):
+                self.quantised_epilogue(
+                    params, held, sOut, self.work_tile(params, schedule, i * self.group_tiles), first, group, thread
+                )
+
+    @cute.jit
+    def multiply(
+        self,
+        params: ScaledGroupedParams,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: cute.Tensor,
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        work: WorkTile,
+        first: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """A tile's sums of products from position `start` on, of the rows from `first` on, to `total`."""
+        total.fill(0.0)
+        if cutlass.const_expr(self.blocked):
+            rows = self.rows_of(params, work, first, thread, 2 * self.mma_tiles_m)
+            of_expert = params.of_expert(work.expert)
+            self.mainloop_of_blocks(of_expert, acc, total, tCrX, tCrW, pipeline, start, rows, work.n_tile, thread)
+        else:
+            k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+            self.promoted_mainloop(acc, total, tCrX, tCrW, pipeline, start, k_tiles, thread)
+
+    @cute.jit
+    def convert(
+        self,
+        params: ScaledGroupedParams,
+        acc: cute.Tensor,
+        tCrOut: cute.Tensor,
+        mma_tile: cutlass.Constexpr[int],
+        thread: cutlass.Int32,
+        work: WorkTile,
+        top: cutlass.Int32,
+    ):
+        """64 rows of sums through their scales and the activation to the output's type; params are of the expert."""
+        rows = [] if cutlass.const_expr(self.blocked) else self.rows_of(params, work, top, thread, 2)
+        of_expert: Any = params
+        values = self.outputs(of_expert, acc, mma_tile, rows, work.n_tile * self.columns, thread)
+        for j in cutlass.range_constexpr(self.columns // 8):
+            for b in cutlass.range_constexpr(2):
+                for a in cutlass.range_constexpr(2):
+                    tCrOut[(a, b, j), 0, 0] = values[j][b][a].to(self.out_dtype)
+
+    @cute.jit
+    def quantised_epilogue(
+        self,
+        params: ScaledGroupedParams,
+        held: cute.Tensor,
+        sOut: cute.Tensor,
+        work: WorkTile,
+        first: cutlass.Int32,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """What is held, 128 columns of each row, quantised with a scale of its own, as far as there are rows.
+
+        Args:
+            work: the first tile of the group.
+            first: row of the tile that is the first one held.
+        """
+        copies = self.epilogue_copy(thread)
+        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
+            top = first + mma_tile * MMA_M
+            if top < work.rows:
+                inverses = []
+                for b in cutlass.range_constexpr(2):
+                    place = top + self.thread_row(thread) + 8 * b
+                    scale = self.scale_of_group(held, mma_tile, b)
+                    inverses.append(cutlass.Float32(1.0) / scale)
+                    if thread % 4 == 0 and place < work.rows:
+                        params.mOutScale[work.first_row + place, work.n_tile // self.group_tiles] = scale
+                for part in cutlass.range_constexpr(self.group_tiles):
+                    for j in cutlass.range_constexpr(self.columns // 8):
+                        values = [
+                            held[4 * j + 2 * b + a, mma_tile, part] * inverses[b] for b in range(2) for a in range(2)
+                        ]
+                        copies[2][j] = f32_to_e4m3(*values)
+                    # All threads have read what was staged last.
+                    cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+                    self.stage_rows(copies, sOut, group, thread)
+                    cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+                    of_part = replace(work, n_tile=work.n_tile + part)
+                    self.store_rows(params, sOut[None, None, group], of_part, top, thread)

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts whose weights are in 8 bits: the door, the kernels of any host, and SM90's kernels on the emulator."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from experts_cases import SCHEDULES, SMS, TARGET
+
+import emulator
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.experts import api, dispatch, reference, scaled_configs
+from dsl_backend.experts.cute import scaled_host as host
+from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, SideBySideConfig
+from dsl_backend.experts.spec import RouterWeights
+from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.reference import Quantized, dequantized
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
+from dsl_backend.testing.experts import (
+    BF16,
+    BLOCKS,
+    SCALED_CASES,
+    ExpertsCase,
+    check_experts,
+    judge,
+    random_scaled_case,
+    tensors,
+)
+
+needs_triton = pytest.mark.skipif(
+    not (torch.cuda.is_available() or targets.triton_interpreted()),
+    reason="no CUDA device, and TRITON_INTERPRET is off",
+)
+KERNELS = ["reference", pytest.param("triton", marks=needs_triton)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", SCALED_CASES)
+def test_case(name: str, kernel: str, device: torch.device) -> None:
+    check_experts(SCALED_CASES[name], kernel, str(device))
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_fuzz(kernel: str, device: torch.device) -> None:
+    for seed in range(6 if kernel == "triton" and device.type == "cpu" else 30):
+        check_experts(random_scaled_case(random.Random(seed), 200), kernel, str(device))
+
+
+@pytest.mark.parametrize("weight", [BLOCK_SCALED, ROW_SCALED])
+def test_it_is_the_layer_of_the_dequantised_weights(weight: ScaledFormat) -> None:
+    """Up to what quantised activations cost: a sixteenth of their magnitude at most, and less on average."""
+    case = replace(BLOCKS, weight=weight)
+    given, plain = tensors(case, "cpu"), replace(case.spec, weight=None)
+    weights = {}
+    for name in ("w13", "w2"):
+        pairs = zip(getattr(given, name), getattr(given.scales, name), strict=True)
+        weights[name] = torch.stack([dequantized(Quantized(*one, weight)) for one in pairs])
+    right = reference.exact(plain, given._replace(**weights))
+    wrong = reference.exact(case.spec, given) - right
+    assert 0.005 < float(wrong.norm() / right.norm()) < 0.06
+
+
+def test_the_judge_finds_a_scale_of_another_block() -> None:
+    case = replace(BLOCKS, hidden=256)
+    given = tensors(case, "cpu")
+    assert given.scales.w13 is not None
+    given.out.copy_(reference.exact(case.spec, given, torch.float32))
+    judge(case, given)
+    other = given.scales._replace(w13=given.scales.w13.flip(2) * torch.tensor([1.0, 1.25]))
+    turned = given._replace(scales=other)
+    given.out.copy_(reference.exact(case.spec, turned, torch.float32))
+    with pytest.raises(AssertionError, match="further from the oracle"):
+        judge(case, given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": MXFP8}, "weight is mxfp8: one of None, e4m3-128x128, e4m3-row is needed"),
+        ({"x": ROW_SCALED}, "x is e4m3-row: e4m3-1x128 or None is needed with weights in e4m3-128x128"),
+        ({"weight": None, "x": GROUP_SCALED}, "x is e4m3-1x128: None is needed with weights in bfloat16"),
+        ({"intermediate_size": 200}, "intermediate_size 200 is not a multiple of 128"),
+        ({"interleaved": True}, "interleaved: weights in e4m3-128x128 have all gate rows first"),
+        ({"w2_bias": True}, "w2_bias: experts of weights in e4m3-128x128 have no biases"),
+    ],
+)
+def test_specs_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        replace(BLOCKS.spec, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w13": None}, "scales.w13 is None: a tensor is needed"),
+        ({"w13": torch.ones(4, 2, 1)}, r"scales.w13 has shape \(4, 2, 1\): \[4, 2, 2\] is needed"),
+        ({"w2": torch.ones(4, 2, 1).double()}, "scales.w2 is float64: float32 is needed"),
+        ({"w13": torch.ones(4, 4, 2)[:, ::2]}, "scales.w13 is not contiguous"),
+        ({"x": torch.ones(20, 2)}, "scales.x is given, and the plan's spec has none"),
+    ],
+)
+def test_scales_are_checked(changes: dict[str, Any], message: str) -> None:
+    given = tensors(BLOCKS, "cpu")
+    given = given._replace(scales=given.scales._replace(**changes))
+    with pytest.raises(InvalidInput, match=message):
+        api.run(api.plan(BLOCKS.spec, "cpu", kernel="reference"), **given._asdict())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w2": torch.zeros(4, 144, 128, dtype=BF16)}, "w2 is bfloat16: float8_e4m3fn is needed"),
+        ({"scales": None}, "scales is None: an ExpertsScales is needed"),
+    ],
+)
+def test_operands_are_checked(changes: dict[str, Any], message: str) -> None:
+    given = tensors(BLOCKS, "cpu")._asdict() | changes
+    with pytest.raises(InvalidInput, match=message):
+        api.run(api.plan(BLOCKS.spec, "cpu", kernel="reference"), **given)
+
+
+def test_which_kernels_serve() -> None:
+    target = from_arch("sm_90a")
+    assert dispatch.choose(BLOCKS.spec, target).title == "experts e4m3 triton"
+    assert dispatch.choose(BLOCKS.spec, target, "cute-scaled").title == "experts e4m3 sm90"
+    for changes, kernel, message in (
+        ({}, "cute", "weights in e4m3-128x128: this one's are in 16 bits"),
+        ({"weight": None}, "cute-scaled", "weights in 16 bits: this one's are in 8 bits"),
+        ({"topk": 1, "router_weights": RouterWeights.INPUT}, "cute-scaled", "router weights on the input"),
+        ({"hidden_size": 136}, "cute-scaled", "hidden_size 136 is not a multiple of 16"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            dispatch.choose(replace(BLOCKS.spec, **changes), target, kernel)
+    with pytest.raises(Unsupported, match="sm_100a"):
+        dispatch.choose(BLOCKS.spec, from_arch("sm_100a"), "cute-scaled")
+
+
+@pytest.mark.parametrize("weight", [BLOCK_SCALED, ROW_SCALED])
+def test_each_number_of_tokens_has_a_configuration_among_the_candidates(weight: ScaledFormat) -> None:
+    spec = replace(BLOCKS.spec, num_experts=128, hidden_size=2048, intermediate_size=768, topk=8, weight=weight)
+    target = from_arch("sm_90a")
+    found = scaled_configs.candidates(spec, target)
+    assert found
+    assert all(scaled_configs.choose(spec, tokens, target) in found for tokens in (1, 64, 5000))
+
+
+# On the emulator
+
+WIDE, NARROW = (ScaledGemmConfig(box_n=box_n, stages=2) for box_n in (64, 32))
+SIDE, THIN = SideBySideConfig(box_n=64, stages=2), SideBySideConfig(box_n=32, stages=3)
+EPILOGUE = ScaledExpertsConfig(first=WIDE, second=NARROW, prefetches=True, trims=True)
+BESIDE = ScaledExpertsConfig(first=NARROW, second=replace(WIDE, stages=3), beside=True, prefetches=True, trims=True)
+FOURS = ScaledExpertsConfig(first=NARROW, second=WIDE, prefetches=True, trims=True)
+PROMOTED = replace(NARROW, promotion=4)
+CHANNELS = ScaledExpertsConfig(first=PROMOTED, second=replace(PROMOTED, stages=3), beside=True, trims=True)
+FEW = ScaledExpertsConfig(first=SIDE, second=THIN, beside=True, prefetches=True, trims=True)
+FEW_CHANNELS = ScaledExpertsConfig(
+    first=replace(THIN, promotion=4), second=replace(SIDE, promotion=4), beside=True, prefetches=True, trims=True
+)
+EMULATED: dict[str, tuple[str, ScaledExpertsConfig, int]] = {
+    "epilogue": ("blocks", EPILOGUE, 1),
+    "beside": ("blocks-padding", BESIDE, 1),
+    # Groups of four tiles; several groups a CTA.
+    "fours": ("blocks-wide", FOURS, 1),
+    # Both consumers have rows, and one of them; several work tiles an expert; several CTAs sort.
+    "tall": ("blocks-tall", EPILOGUE, 3),
+    "one": ("blocks-one", EPILOGUE, 1),
+    "all-padding": ("blocks-all-padding", BESIDE, 1),
+    "special": ("blocks-special", EPILOGUE, 1),
+    "no-weights": ("blocks-no-weights", BESIDE, 1),
+    # Consumers side by side.
+    "few": ("blocks-padding", FEW, 1),
+    "few-wide": ("blocks-wide", FEW, 1),
+    "few-tall": ("blocks-tall", FEW, 3),
+    "few-channels": ("channels-x", FEW_CHANNELS, 2),
+    "channels": ("channels", CHANNELS, 1),
+    "channels-x": ("channels-x", CHANNELS, 2),
+    "channels-interleaved": ("channels-interleaved", CHANNELS, 1),
+}
+
+
+def emulate(case: ExpertsCase, config: ScaledExpertsConfig, schedule: str, seed: int, routing_ctas: int = 1) -> None:
+    """Compile, run on the emulator, judge; any finding or warning raises."""
+    given, spec = tensors(case, "cpu"), case.spec
+    with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=seed, strict=True):
+        function = host.build(host.key_of(spec, config), TARGET)
+        ctas = (routing_ctas, *config.ctas(spec, case.tokens, TARGET)[1:])
+        host.run(function, spec, config, given, ctas, Workspace(given.x.device))
+    judge(case, given)
+
+
+def marked() -> list[Any]:
+    """Parameters (name, schedule): each under one schedule, under the others where there is time."""
+    found = []
+    for i, name in enumerate(EMULATED):
+        for j, schedule in enumerate(SCHEDULES):
+            late = pytest.mark.full if (i + j) % 3 else pytest.mark.rest
+            found.append(pytest.param(name, schedule, marks=() if i == j == 0 else late))
+    return found
+
+
+@pytest.mark.parametrize(("name", "schedule"), marked())
+def test_sm90(name: str, schedule: str) -> None:
+    case, config, routing_ctas = EMULATED[name]
+    emulate(SCALED_CASES[case], config, schedule, 1, routing_ctas)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_sm90_fuzz(seed: int) -> None:
+    draw = random.Random(seed)
+    case = random_scaled_case(draw, 200)
+    if case.router_weights is RouterWeights.INPUT:
+        case = replace(case, router_weights=RouterWeights.OUTPUT)
+    configs = (EPILOGUE, BESIDE, FOURS, FEW) if case.weight == BLOCK_SCALED else (CHANNELS, FEW_CHANNELS)
+    emulate(case, draw.choice(configs), SCHEDULES[seed % 3], seed, draw.choice((1, 1, 3)))
