@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between a qkv projection and attention, in one launch: norms of heads, rotary embedding, cache write.
+"""What lies between projections and attention, in one launch: norms, rotary embedding, cache write.
 
-    rope.rope_write_kv(spec, tensors, eps=1e-6)
+    rope.rope_write_kv(spec, tensors, eps=1e-6)   # queries, keys and values of heads
+    rope.rope_write_mla(spec, tensors, eps=1e-6)  # absorbed MLA: rope parts of queries, and one latent row of keys
 
 For each token, in float32, rounded once at the end:
 
@@ -12,6 +13,10 @@ For each token, in float32, rounded once at the end:
    cache stores x / scale, saturated, as `api.write_kv` has it.
 
 A thread of a kernel reads all that it writes of a row beforehand, so q_out may be q. Keys are not written back.
+
+Of absorbed MLA the latent part of keys is normalised, by weight alone, and not rotated. The rope parts of keys and
+queries are rotated, all their elements, and not normalised. All three are also outputs, which prompts need that attend
+to projected keys; each may be its input.
 """
 
 from collections.abc import Callable
@@ -23,17 +28,36 @@ import torch
 from dsl_backend import checks
 from dsl_backend.attention import rope_dispatch
 from dsl_backend.attention.api import MOST_LAYOUTS, check_rows, check_scales
-from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle, RopeTensors, RopeWrites
+from dsl_backend.attention.rope_spec import (
+    AnySpec,
+    AnyTensors,
+    MLARopeSpec,
+    MLARopeTensors,
+    RopeSpec,
+    RopeStyle,
+    RopeTensors,
+    RopeWrites,
+)
 from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.log import warning_once
 from dsl_backend.runtime import target as targets
 
-__all__ = ["RopeSpec", "RopeStyle", "RopeTensors", "RopeWriter", "rope_write_kv", "writer"]
+__all__ = [
+    "MLARopeSpec",
+    "MLARopeTensors",
+    "RopeSpec",
+    "RopeStyle",
+    "RopeTensors",
+    "RopeWriter",
+    "rope_write_kv",
+    "rope_write_mla",
+    "writer",
+]
 
 # Kernels number the heads of all tokens in 32 bits.
 MOST_HEADS = 2**31 - 2**10
-OPTIONAL = ("q_weight", "k_weight", "k_scale", "v_scale")
+OPTIONAL = ("q_weight", "k_weight", "k_scale", "v_scale", "scale")
 
 
 def rope_write_kv(spec: RopeSpec, tensors: RopeTensors, *, eps: float = 1e-6, kernel: str | None = None) -> None:
@@ -52,6 +76,20 @@ def rope_write_kv(spec: RopeSpec, tensors: RopeTensors, *, eps: float = 1e-6, ke
     """
     checks.instance("spec", spec, RopeSpec)
     checks.instance("tensors", tensors, RopeTensors)
+    launch(spec, tensors, eps, kernel)
+
+
+def rope_write_mla(spec: MLARopeSpec, tensors: MLARopeTensors, *, eps: float = 1e-6, kernel: str | None = None) -> None:
+    """Normalise the latent part of keys, rotate the rope parts of queries and keys, and store keys in a paged cache.
+
+    Arguments and errors are those of `rope_write_kv`; MLARopeTensors describes the tensors.
+    """
+    checks.instance("spec", spec, MLARopeSpec)
+    checks.instance("tensors", tensors, MLARopeTensors)
+    launch(spec, tensors, eps, kernel)
+
+
+def launch(spec: AnySpec, tensors: AnyTensors, eps: float, kernel: str | None) -> None:
     checks.tensor("slots", tensors.slots)
     checks.number("eps", eps, 0.0)
     checks.kernel(kernel)
@@ -59,8 +97,8 @@ def rope_write_kv(spec: RopeSpec, tensors: RopeTensors, *, eps: float = 1e-6, ke
 
 
 @cache
-def writer(spec: RopeSpec, device: torch.device, kernel: str | None = None) -> "RopeWriter":
-    """What `rope_write_kv` calls; chosen once, since every layer calls it in every step."""
+def writer(spec: AnySpec, device: torch.device, kernel: str | None = None) -> "RopeWriter":
+    """What the functions above call; chosen once, since every layer calls it in every step."""
     return RopeWriter(spec, lambda: targets.detect(device), kernel)
 
 
@@ -73,17 +111,17 @@ class RopeWriter:
             where that does not take the tensors' alignment or strides, the next one.
     """
 
-    def __init__(self, spec: RopeSpec, target: Callable[[], targets.Target], kernel: str | None = None) -> None:
+    def __init__(self, spec: AnySpec, target: Callable[[], targets.Target], kernel: str | None = None) -> None:
         self.spec, self.target, self.kernel = spec, target, kernel
-        self._by_layout: dict[tuple[Any, ...], RopeWrites] = {}
-        self._kernels: dict[str, RopeWrites] = {}
+        self._by_layout: dict[tuple[Any, ...], RopeWrites[Any, Any]] = {}
+        self._kernels: dict[str, RopeWrites[Any, Any]] = {}
 
-    def __call__(self, tensors: RopeTensors, eps: float) -> None:
-        """As `rope_write_kv`."""
+    def __call__(self, tensors: AnyTensors, eps: float) -> None:
+        """As `rope_write_kv` or `rope_write_mla`, by the kind of the spec."""
         try:
             facts = facts_of(tensors)
             tokens, slots = tensors.positions.shape[0], tensors.slots.shape[0]
-            fewest = min(rows.shape[0] for rows in (tensors.q, tensors.key, tensors.value, tensors.q_out))
+            fewest = min(rows.shape[0] for rows in tensors.rows)
         except AttributeError:  # one of them is no tensor: `check` says which
             check(self.spec, tensors)
             raise
@@ -100,14 +138,14 @@ class RopeWriter:
         """The kernels that serve the spec, best first; the named kernel alone where there is one."""
         target = self.target()
         best = rope_dispatch.choose(self.spec, target, self.kernel).name
-        judged = [(entry.name, entry.objections(self.spec, target)) for entry in rope_dispatch.TABLE]
-        return [best] if self.kernel else [name for name, reasons in judged if not reasons]
+        judged = rope_dispatch.judge(self.spec, target)
+        return [best] if self.kernel else [entry.name for entry, reasons in judged if not reasons]
 
-    def prepared(self, name: str) -> RopeWrites:
+    def prepared(self, name: str) -> RopeWrites[Any, Any]:
         """The kernel of that name, compiled."""
         if name not in self._kernels:
             entry = rope_dispatch.choose(self.spec, self.target(), name)
-            made: RopeWrites = entry.load()(self.spec, self.target())
+            made: RopeWrites[Any, Any] = entry.load()(self.spec, self.target())
             made.prepare()
             self._kernels[name] = made
         return self._kernels[name]
@@ -116,7 +154,7 @@ class RopeWriter:
         """Compile what calls need. Raises Unsupported: no kernel serves the spec, or the named one does not."""
         self.prepared(self.names()[0])
 
-    def kernel_for(self, tensors: RopeTensors) -> RopeWrites:
+    def kernel_for(self, tensors: AnyTensors) -> RopeWrites[Any, Any]:
         """The best kernel that takes the tensors' alignment and strides.
 
         Raises:
@@ -135,7 +173,7 @@ class RopeWriter:
         raise InvalidInput("; ".join(refused))
 
 
-def facts_of(tensors: RopeTensors) -> tuple[Any, ...]:
+def facts_of(tensors: AnyTensors) -> tuple[Any, ...]:
     """All that `check` and a kernel's objections read, except the number of tokens."""
     layout = [
         tensor if tensor is None else (tensor.shape[1:], tensor.stride(), tensor.dtype, tensor.device)
@@ -144,15 +182,13 @@ def facts_of(tensors: RopeTensors) -> tuple[Any, ...]:
     low_bits = 0
     for tensor in tensors:
         low_bits |= 0 if tensor is None else tensor.data_ptr()
-    # Vectors of parameters are as long as they are in every call; caches have a number of pages.
-    lengths = [tensor if tensor is None else tensor.shape[0] for tensor in (*tensors[5:7], *tensors[8:10])]
-    scales = [scale if scale is None else scale.shape for scale in (tensors.k_scale, tensors.v_scale)]
-    return (low_bits % 16, *lengths, *scales, *layout)
+    shapes = [tensor if tensor is None else tensor.shape for tensor in tensors.fixed]
+    return (low_bits % 16, *shapes, *layout)
 
 
-def check(spec: RopeSpec, tensors: RopeTensors) -> None:
+def check(spec: AnySpec, tensors: AnyTensors) -> None:
     """Raises InvalidInput where a tensor does not fit the spec or the others."""
-    for name, tensor in zip(RopeTensors._fields, tensors, strict=True):
+    for name, tensor in zip(tensors._fields, tensors, strict=True):
         if tensor is None and name in OPTIONAL:
             continue
         checks.tensor(name, tensor)
@@ -169,9 +205,14 @@ def check(spec: RopeSpec, tensors: RopeTensors) -> None:
     require(slots <= tokens, f"slots has {slots} elements: {tokens} tokens, as positions has, or fewer are needed")
     heads = layer.heads_q + 2 * layer.heads_kv
     require(tokens * heads <= MOST_HEADS, f"{tokens} tokens of {heads} heads: {MOST_HEADS} heads are the most")
-    check_heads(spec, tensors, tokens, device)
-    check_parameters(spec, tensors, device)
-    check_scales(layer, tensors.k_scale, tensors.v_scale, device)
+    if isinstance(spec, RopeSpec):
+        assert isinstance(tensors, RopeTensors)
+        check_heads(spec, tensors, tokens, device)
+        check_parameters(spec, tensors, device)
+        check_scales(layer, tensors.k_scale, tensors.v_scale, device)
+    else:
+        assert isinstance(tensors, MLARopeTensors)
+        check_mla(spec, tensors, tokens, device)
 
 
 def check_heads(spec: RopeSpec, tensors: RopeTensors, tokens: int, device: torch.device) -> None:
@@ -200,9 +241,33 @@ def check_parameters(spec: RopeSpec, tensors: RopeTensors, device: torch.device)
             continue
         require(weight is not None, f"the spec has a norm of each head: {name} is needed")
         assert weight is not None
-        require(
-            weight.shape == (spec.layer.head_dim,) and weight.dtype == spec.norm_dtype and weight.device == device,
-            f"{name} is {short(weight.dtype)} {tuple(weight.shape)} on {weight.device}: {short(spec.norm_dtype)} "
-            f"[{spec.layer.head_dim}] on {device} is needed",
-        )
-        require(weight.is_contiguous(), f"{name} has strides {weight.stride()}: contiguous elements are needed")
+        check_weight(name, weight, spec.layer.head_dim, spec.norm_dtype, device)
+
+
+def check_weight(name: str, weight: torch.Tensor, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises InvalidInput where the weights of a norm are not contiguous [dim]."""
+    require(
+        weight.shape == (dim,) and weight.dtype == dtype and weight.device == device,
+        f"{name} is {short(weight.dtype)} {tuple(weight.shape)} on {weight.device}: {short(dtype)} [{dim}] on {device} "
+        f"is needed",
+    )
+    require(weight.is_contiguous(), f"{name} has strides {weight.stride()}: contiguous elements are needed")
+
+
+def check_mla(spec: MLARopeSpec, tensors: MLARopeTensors, tokens: int, device: torch.device) -> None:
+    """Raises InvalidInput where a tensor of MLA does not fit."""
+    layer, latent, rope = spec.layer, spec.latent_dim, spec.rope_dim
+    assert layer.page_size is not None
+    parts = (("q", (layer.heads_q, rope)), ("latent", (latent,)), ("rope", (rope,)))
+    for name, shape in parts:
+        check_rows(name, getattr(tensors, name), (tokens, *shape), layer.dtype, device)
+        out = getattr(tensors, f"{name}_out")
+        check_rows(f"{name}_out", out, (tokens, *shape), layer.dtype, device)
+        checks.apart(f"{name}_out", out)
+    check_rows("cache", tensors.cache, (0, layer.page_size, latent + rope), layer.kv_dtype, device)
+    checks.apart("cache", tensors.cache)
+    check_rows("cos_sin", tensors.cos_sin, (1, rope), spec.table_dtype, device)
+    check_weight("weight", tensors.weight, latent, spec.norm_dtype, device)
+    require(tensors.scale is not None or not layer.is_fp8_kv, "an fp8 cache needs scale")
+    if tensors.scale is not None:
+        check_scales(layer, tensors.scale, tensors.scale, device)

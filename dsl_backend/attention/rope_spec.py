@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The problem of rotating queries and keys and writing keys and values to the cache in one launch, and its tensors."""
+"""The problems of rotating queries and keys and writing the cache in one launch, of dense layers and of MLA's."""
 
 import enum
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -100,11 +100,116 @@ class RopeTensors(NamedTuple):
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """What has a row for each token, and maybe more."""
+        return self.q, self.key, self.value, self.q_out
 
-class RopeWrites:
-    """A kernel for layers of one spec; `rope.rope_write_kv` says what it computes."""
+    @property
+    def fixed(self) -> tuple[torch.Tensor | None, ...]:
+        """What has the same first dimension in every call, for a layer."""
+        return self.q_weight, self.k_weight, self.key_cache, self.value_cache, self.k_scale, self.v_scale
 
-    def __init__(self, spec: RopeSpec, target: Target) -> None:
+
+@dataclass(frozen=True, kw_only=True)
+class MLARopeSpec:
+    """The static facts of what one layer of absorbed MLA has in front of its attention.
+
+    All elements of the rope parts are rotated, and the latent part is normalised.
+
+    Attributes:
+        layer: heads, sizes of the two parts, and how the cache stores them; `mla` is True.
+        style: which elements form pairs.
+        table_dtype: of the cosines and sines: the layer's dtype or float32.
+        norm_dtype: of the weights of the latent's RMSNorm.
+    """
+
+    layer: AttentionSpec
+    style: RopeStyle
+    table_dtype: torch.dtype
+    norm_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        checks.instance("layer", self.layer, AttentionSpec)
+        checks.member("style", self.style, RopeStyle)
+        checks.dtype("table_dtype", self.table_dtype, (self.layer.dtype, torch.float32))
+        checks.dtype("norm_dtype", self.norm_dtype)
+        require(self.layer.mla, "keys and values of their own are not absorbed MLA's: RopeSpec is for them")
+        require(self.layer.page_size is not None, "packed keys have no cache: paged keys are needed")
+        require(
+            self.rope_dim > 0 and self.rope_dim % 2 == 0,
+            f"{self.rope_dim} rope elements of keys: a positive even number is needed",
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.dtype
+
+    @property
+    def latent_dim(self) -> int:
+        return self.layer.head_dim_v
+
+    @property
+    def rope_dim(self) -> int:
+        return self.layer.head_dim - self.layer.head_dim_v
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layer}, {self.rope_dim} elements rotated in {self.style.value}'s style, "
+            f"{short(self.table_dtype)} table, {self.latent_dim} normalised by {short(self.norm_dtype)} weights"
+        )
+
+
+class MLARopeTensors(NamedTuple):
+    """The tensors of a launch for absorbed MLA. Outputs may be their inputs.
+
+    Attributes:
+        q: [tokens or more, heads_q, rope_dim]; the rope parts of queries.
+        latent: [tokens or more, latent_dim]. rope: [tokens or more, rope_dim]; of keys.
+        positions: [tokens] int64; a token's row of the table.
+        cos_sin: [positions, rope_dim]: the cosines of a position's angles, then their sines.
+        weight: [latent_dim].
+        q_out, latent_out, rope_out: as q, latent and rope.
+        cache: [pages, page_size, latent_dim + rope_dim].
+        slots: [tokens or fewer] int64; the cache gets nothing of a token beyond the last slot, or with a negative
+            one.
+        scale: with an fp8 cache, one float32.
+    """
+
+    q: torch.Tensor
+    latent: torch.Tensor
+    rope: torch.Tensor
+    positions: torch.Tensor
+    cos_sin: torch.Tensor
+    weight: torch.Tensor
+    q_out: torch.Tensor
+    latent_out: torch.Tensor
+    rope_out: torch.Tensor
+    cache: torch.Tensor
+    slots: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """What has a row for each token, and maybe more."""
+        return self.q, self.latent, self.rope, self.q_out, self.latent_out, self.rope_out
+
+    @property
+    def fixed(self) -> tuple[torch.Tensor | None, ...]:
+        """What has the same first dimension in every call, for a layer."""
+        return self.weight, self.cache, self.scale
+
+
+AnySpec = RopeSpec | MLARopeSpec
+AnyTensors = RopeTensors | MLARopeTensors
+SpecT = TypeVar("SpecT", RopeSpec, MLARopeSpec)
+TensorsT = TypeVar("TensorsT", RopeTensors, MLARopeTensors)
+
+
+class RopeWrites(Generic[SpecT, TensorsT]):
+    """A kernel for layers of one spec; `rope.rope_write_kv` and `rope.rope_write_mla` say what it computes."""
+
+    def __init__(self, spec: SpecT, target: Target) -> None:
         self.spec, self.target = spec, target
 
     def prepare(self) -> None:
@@ -113,10 +218,10 @@ class RopeWrites:
         A kernel that compiles at its first call does nothing here.
         """
 
-    def objections(self, tensors: RopeTensors) -> list[str]:
+    def objections(self, tensors: TensorsT) -> list[str]:
         """Why it does not take these tensors, judged by strides and by the lowest bits of addresses."""
         return []
 
-    def __call__(self, tensors: RopeTensors, eps: float) -> None:
-        """Write q_out and the caches; there is at least one token. Only fp8 caches use the scales."""
+    def __call__(self, tensors: TensorsT, eps: float) -> None:
+        """Write the outputs and the cache; there is at least one token. Only fp8 caches use the scales."""
         raise NotImplementedError

@@ -4,6 +4,7 @@
 import math
 import random
 from dataclasses import KW_ONLY, dataclass
+from typing import Protocol
 
 import torch
 
@@ -139,6 +140,20 @@ ROPES: tuple[RopeCase, ...] = (
 )
 
 
+def angles(positions: int, rotary_dim: int, generator: torch.Generator) -> torch.Tensor:
+    """[positions, rotary_dim] float32: cosines, then sines, of random angles."""
+    half = torch.rand(positions, rotary_dim // 2, generator=generator, device=generator.device) * 2 * math.pi
+    return torch.cat((half.cos(), half.sin()), 1)
+
+
+def with_specials(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers with NaN, infinities, zeros of both signs and subnormals at the beginning of the first row."""
+    if numbers.numel():
+        odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4], device=numbers.device)
+        numbers.view(-1)[: len(odd)] = odd
+    return numbers
+
+
 def build(case: RopeCase, device: torch.device | str) -> RopeTensors:
     """The tensors of a case; the cache, q_out and what lies between rows start as NaN."""
     device, spec = torch.device(device), case.spec
@@ -148,10 +163,7 @@ def build(case: RopeCase, device: torch.device | str) -> RopeTensors:
 
     def numbers(shape: tuple[int, int]) -> torch.Tensor:
         made = normal((rows, *shape), generator) * case.gain
-        if case.specials and made.numel():
-            odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 6e4], device=device)
-            made[0, 0, : len(odd)] = odd
-        return made.to(case.dtype)
+        return (with_specials(made) if case.specials else made).to(case.dtype)
 
     parts = [numbers(shape) for shape in shapes]
     if case.fused:
@@ -167,7 +179,7 @@ def build(case: RopeCase, device: torch.device | str) -> RopeTensors:
             return None
         return (normal((layer.head_dim,), generator) / 8 + 1 - spec.weight_offset).to(spec.norm_dtype)
 
-    half = torch.rand(case.positions, spec.rotary_dim // 2, generator=generator, device=device) * 2 * math.pi
+    table = angles(case.positions, spec.rotary_dim, generator)
     k_scale, v_scale = (
         scale_of(layer, scale, case.scales_by_head).to(device) if case.fp8 else None for scale in (K_SCALE, V_SCALE)
     )
@@ -178,7 +190,7 @@ def build(case: RopeCase, device: torch.device | str) -> RopeTensors:
         key=key,
         value=value,
         positions=torch.randint(case.positions, (case.tokens,), generator=generator, device=device),
-        cos_sin=torch.cat((half.cos(), half.sin()), 1).to(spec.table_dtype),
+        cos_sin=table.to(spec.table_dtype),
         q_weight=weight(),
         k_weight=weight(),
         q_out=q if case.in_place else not_a_number(q.shape, case.dtype, device),
@@ -190,7 +202,20 @@ def build(case: RopeCase, device: torch.device | str) -> RopeTensors:
     )
 
 
-def slots_of(case: RopeCase, count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
+class Slots(Protocol):
+    """What slots are drawn by, of a case."""
+
+    @property
+    def pages(self) -> int: ...
+    @property
+    def page(self) -> int: ...
+    @property
+    def skipped(self) -> int: ...
+    @property
+    def beyond(self) -> int: ...
+
+
+def slots_of(case: Slots, count: int, generator: torch.Generator, device: torch.device) -> torch.Tensor:
     """Distinct slots in any order: the first ones negative, the next ones beyond the cache."""
     capacity = case.pages * case.page
     slots = torch.randperm(capacity, generator=generator, device=device)[:count]

@@ -61,10 +61,9 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.mark.parametrize("style", list(RopeStyle))
 def test_rotation_is_a_product_of_complex_numbers(style: RopeStyle) -> None:
-    spec = replace(BY_ID["partial"].spec, style=style)
     angle = torch.rand(7, 16, dtype=torch.float64) * 6
     values = torch.randn(7, 3, 64, dtype=torch.float64)
-    found = rope_reference.rotated(values, torch.cat((angle.cos(), angle.sin()), 1), spec)
+    found = rope_reference.rotated(values, torch.cat((angle.cos(), angle.sin()), 1), style)
     neox = style is RopeStyle.NEOX
     first, second = ((0, 16), (16, 32)) if neox else ((0, 32), (1, 32))
     step = 1 if neox else 2
@@ -192,7 +191,7 @@ def test_registers_suffice(arch: str) -> None:
 NORM = replace(BY_ID["specials-norm"], specials=False, fp8=False, rotary_dim=32, tokens=11)
 SINES = "rTable[None, 0])\n            load(row, self.table_dtype, lane * VECTOR + self.{} // 2"
 MISTAKES = (
-    ("sums of another head", "warp_reduce(Sum(squares), self.lanes)", "warp_reduce(Sum(squares), 2 * self.lanes)"),
+    ("sums of another head", "self.lanes, eps)", "2 * self.lanes, eps)"),
     ("values are normalised", "if not is_value:\n            weight = to", "if True:\n            weight = to"),
     ("values are rotated", "rotates = not is_value and lane", "rotates = lane"),
     ("the other rotation", "rY[one] = a * cos - b * sin", "rY[one] = a * cos + b * sin"),

@@ -55,14 +55,71 @@ class RopeKey:
     weight_offset: float
 
 
-class RopeWriteKV:
+class RopeWrite:
+    """What the kernels for heads and for MLA share: how a thread rotates, normalises and stores sixteen elements.
+
+    A key has at least dtype, table_dtype, kv, page_size and style.
+    """
+
+    def __init__(self, key):
+        self.key = key
+        self.dtype, self.kv = NUMERIC[key.dtype], key.kv
+        self.table_dtype = {**NUMERIC, "float32": cutlass.Float32}[key.table_dtype]
+
+    @cute.jit
+    def rotate(self, rY: cute.Tensor, rTable: cute.Tensor):
+        """Rotate a thread's eight pairs."""
+        rAngle = cute.make_rmem_tensor((VECTOR, 2), cutlass.Float32)
+        rAngle.store(to_float32(rTable))
+        for i in cutlass.range_constexpr(VECTOR):
+            # Elements in the order of rY, whose second vector begins with the ninth.
+            one, other = (i, i + VECTOR) if self.key.style is RopeStyle.NEOX else (2 * i, 2 * i + 1)
+            a, b, cos, sin = rY[one], rY[other], rAngle[i], rAngle[i + VECTOR]
+            rY[one] = a * cos - b * sin
+            rY[other] = b * cos + a * sin
+
+    @cute.jit
+    def store(self, rY: cute.Tensor, row: cutlass.Int64, first: cutlass.Int32, second: cutlass.Int32):
+        """Store a thread's elements in 16 bits, in the row that begins at an address."""
+        rOut = cute.make_rmem_tensor((VECTOR, 2), self.dtype)
+        from_float32(rY.load(), rOut)
+        cute.autovec_copy(rOut[None, 0], vector(row, self.dtype, first, VECTOR))
+        cute.autovec_copy(rOut[None, 1], vector(row, self.dtype, second, VECTOR))
+
+    @cute.jit
+    def store_cached(
+        self,
+        rY: cute.Tensor,
+        row: cutlass.Int64,
+        divisor: cutlass.Float32,
+        first: cutlass.Int32,
+        second: cutlass.Int32,
+    ):
+        """Store a thread's elements in the cache's format, in the row that begins at an address."""
+        if cutlass.const_expr(self.kv.fp8):
+            rY.store(rY.load() / divisor)
+            words = cute.make_rmem_tensor(PAIR // 4, cutlass.Int32)
+            for i in cutlass.range_constexpr(PAIR // 4):
+                words[i] = F32_TO_FP8[self.kv](*(rY[4 * i + j] for j in range(4)))
+            stored = cute.make_tensor(cute.recast_tensor(words, cutlass.Uint8).iterator, cute.make_layout((VECTOR, 2)))
+            cute.autovec_copy(stored[None, 0], vector(row, cutlass.Uint8, first, VECTOR))
+            cute.autovec_copy(stored[None, 1], vector(row, cutlass.Uint8, second, VECTOR))
+        else:
+            self.store(rY, row, first, second)
+
+    def page_of(self, slot: cutlass.Int64) -> tuple[cutlass.Int64, cutlass.Int64]:
+        """The page of a slot and its token there; a page beyond the last one where the slot is negative (padding)."""
+        # Unsigned: division by a page size that is a power of two is a shift.
+        page = cutlass.Int64(cutlass.Uint64(slot) // self.key.page_size)
+        return page, cutlass.Int64(cutlass.Uint64(slot) % self.key.page_size)
+
+
+class RopeWriteKV(RopeWrite):
     """Writes RopeTensors' outputs from its inputs; there is at least one token."""
 
     def __init__(self, key: RopeKey):
-        self.key = key
+        super().__init__(key)
         self.heads_q, self.heads_kv, self.dim, self.dim_v = key.heads_q, key.heads_kv, key.dim, key.dim_v
-        self.dtype, self.kv = NUMERIC[key.dtype], key.kv
-        self.table_dtype = {**NUMERIC, "float32": cutlass.Float32}[key.table_dtype]
         self.heads = key.heads_q + 2 * key.heads_kv  # of a token
         self.lanes = power_of_2(max(key.dim, key.dim_v) // PAIR)  # of a head
         self.cta_heads = THREADS // self.lanes
@@ -145,32 +202,10 @@ class RopeWriteKV:
     @cute.jit
     def normalise(self, rY: cute.Tensor, rW: cute.Tensor, is_value, eps: cutlass.Float32):
         """RMSNorm of a head that its lanes hold; values are left. All lanes of the warp call it."""
-        squares = tree_sum([rY[i] * rY[i] for i in range(PAIR)])
-        total = warp_reduce(Sum(squares), self.lanes).total
-        factor = cute.math.rsqrt(total / cutlass.Float32(self.dim) + eps, fastmath=True)
+        factor = rms_factor(rY, self.dim, self.lanes, eps)
         if not is_value:
             weight = to_float32(rW) + cutlass.Float32(self.key.weight_offset)
             rY.store(rY.load() * weight * factor)
-
-    @cute.jit
-    def rotate(self, rY: cute.Tensor, rTable: cute.Tensor):
-        """Rotate a thread's eight pairs."""
-        rAngle = cute.make_rmem_tensor((VECTOR, 2), cutlass.Float32)
-        rAngle.store(to_float32(rTable))
-        for i in cutlass.range_constexpr(VECTOR):
-            # Elements in the order of rY, whose second vector begins with the ninth.
-            one, other = (i, i + VECTOR) if self.key.style is RopeStyle.NEOX else (2 * i, 2 * i + 1)
-            a, b, cos, sin = rY[one], rY[other], rAngle[i], rAngle[i + VECTOR]
-            rY[one] = a * cos - b * sin
-            rY[other] = b * cos + a * sin
-
-    @cute.jit
-    def store(self, rY: cute.Tensor, row: cutlass.Int64, first: cutlass.Int32, second: cutlass.Int32):
-        """Store a thread's elements in 16 bits, in the row that begins at an address."""
-        rOut = cute.make_rmem_tensor((VECTOR, 2), self.dtype)
-        from_float32(rY.load(), rOut)
-        cute.autovec_copy(rOut[None, 0], vector(row, self.dtype, first, VECTOR))
-        cute.autovec_copy(rOut[None, 1], vector(row, self.dtype, second, VECTOR))
 
     @cute.jit
     def write(
@@ -185,25 +220,19 @@ class RopeWriteKV:
         second: cutlass.Int32,
     ):
         """Store a key's or value's elements at a slot of the cache, if there is such a slot."""
-        # Unsigned: division by a page size that is a power of two is a shift, and a negative slot (padding) is beyond
-        # the last page.
-        page = cutlass.Int64(cutlass.Uint64(slot) // self.key.page_size)
-        inner = cutlass.Int64(cutlass.Uint64(slot) % self.key.page_size)
+        page, inner = self.page_of(slot)
         if cutlass.Uint64(page) < cutlass.Uint64(tensors.key_cache.shape[0]):
             row = address(tensors.key_cache, (page, inner, head))
             row = address(tensors.value_cache, (page, inner, head)) if is_value else row
-            if cutlass.const_expr(self.kv.fp8):
-                rY.store(rY.load() / divisor)
-                words = cute.make_rmem_tensor(PAIR // 4, cutlass.Int32)
-                for i in cutlass.range_constexpr(PAIR // 4):
-                    words[i] = F32_TO_FP8[self.kv](*(rY[4 * i + j] for j in range(4)))
-                stored = cute.make_tensor(
-                    cute.recast_tensor(words, cutlass.Uint8).iterator, cute.make_layout((VECTOR, 2))
-                )
-                cute.autovec_copy(stored[None, 0], vector(row, cutlass.Uint8, first, VECTOR))
-                cute.autovec_copy(stored[None, 1], vector(row, cutlass.Uint8, second, VECTOR))
-            else:
-                self.store(rY, row, first, second)
+            self.store_cached(rY, row, divisor, first, second)
+
+
+@cute.jit
+def rms_factor(rY: cute.Tensor, dim: cutlass.Constexpr[int], lanes: cutlass.Constexpr[int], eps: cutlass.Float32):
+    """1 / the root of the mean square of a row that its lanes hold. All lanes of the warp call it."""
+    squares = tree_sum([rY[i] * rY[i] for i in range(PAIR)])
+    total = warp_reduce(Sum(squares), lanes).total
+    return cute.math.rsqrt(total / cutlass.Float32(dim) + eps, fastmath=True)
 
 
 def address(tensor: cute.Tensor, coord: tuple) -> cutlass.Int64:

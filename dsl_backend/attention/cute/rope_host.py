@@ -39,29 +39,35 @@ def key_of(spec: RopeSpec) -> RopeKey:
     )
 
 
+def fake_vector(kind: Any, length: Any, align: int) -> Any:
+    """Fake contiguous elements, aligned to so many bytes."""
+    return make_fake_tensor(kind, (length,), (1,), assumed_align=align)
+
+
+def fake_table(dtype: str, rotary_dim: int) -> Any:
+    """Fake cosines and sines of any number of positions."""
+    numeric = {**NUMERIC, "float32": cutlass.Float32}[dtype]
+    return make_fake_tensor(numeric, (cute.sym_int(), rotary_dim), (cute.sym_int64(), 1), assumed_align=16)
+
+
 def fake_args(key: RopeKey) -> tuple[Any, ...]:
     """Fake arguments of the kernel's `__call__`. Strides are dynamic; `objections` checks them before a call."""
     dtype, many = NUMERIC[key.dtype], cute.sym_int
     cached = cutlass.Uint8 if key.kv.fp8 else dtype
-    table = {**NUMERIC, "float32": cutlass.Float32}[key.table_dtype]
-
-    def vector_of(kind: Any, length: Any, align: int) -> Any:
-        return make_fake_tensor(kind, (length,), (1,), assumed_align=align)
-
     pages, scale = (many(), key.page_size), fake_scale(key.heads_kv) if key.kv.fp8 else None
-    weight = vector_of(dtype, key.dim, 16) if key.norm else None
+    weight = fake_vector(dtype, key.dim, 16) if key.norm else None
     tensors = RopeTensors(
         q=fake_rows_of(dtype, key.heads_q, key.dim, many()),
         key=fake_rows_of(dtype, key.heads_kv, key.dim, many()),
         value=fake_rows_of(dtype, key.heads_kv, key.dim_v, many()),
-        positions=vector_of(cutlass.Int64, many(), 8),
-        cos_sin=make_fake_tensor(table, (many(), key.rotary_dim), (cute.sym_int64(), 1), assumed_align=16),
+        positions=fake_vector(cutlass.Int64, many(), 8),
+        cos_sin=fake_table(key.table_dtype, key.rotary_dim),
         q_weight=weight,
         k_weight=weight,
         q_out=fake_rows_of(dtype, key.heads_q, key.dim, many()),
         key_cache=fake_rows_of(cached, key.heads_kv, key.dim, *pages),
         value_cache=fake_rows_of(cached, key.heads_kv, key.dim_v, *pages),
-        slots=vector_of(cutlass.Int64, many(), 8),
+        slots=fake_vector(cutlass.Int64, many(), 8),
         k_scale=scale,
         v_scale=scale,
     )
@@ -73,7 +79,7 @@ def build(key: RopeKey, target: Target) -> Function:
     return compile_kernel(Kernel(key), fake_args(key), key=key, target=target)
 
 
-class RopeWriteKV(RopeWrites):
+class RopeWriteKV(RopeWrites[RopeSpec, RopeTensors]):
     """The kernel for layers of one spec."""
 
     function: Function

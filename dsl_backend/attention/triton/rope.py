@@ -158,7 +158,7 @@ def rope_write_kv(spec: RopeSpec, target: Target, tensors: RopeTensors, eps: flo
     )
 
 
-class RopeWriteKV(RopeWrites):
+class RopeWriteKV(RopeWrites[RopeSpec, RopeTensors]):
     """`rope_write_kv` behind the kernels' interface."""
 
     def prepare(self) -> None:
