@@ -96,6 +96,7 @@ STEPS = (
         "norm", f"norm --rows grid|fp8|wide|narrow --peers {NORM_PEERS}", 30, 150, "RMSNorm of every width and output"
     ),
     bench("rope", "rope-write-kv write-kv", 30, 120, "norms, rotation and cache write beside vLLM's kernels"),
+    bench("rope-mla", "rope-write-mla", 30, 120, "MLA's norm, rotation and cache write beside vLLM's kernels"),
     engine("rope-step", "llama-8b", ("rope",), "tokens/s with one launch between qkv and attention"),
     bench("sampling", "sampling verification --peers vLLM,plain", 30, 150, "every filter, and drafts"),
     tune("tune-mla", "attention --classes mla_decode", "configurations of MLA, row groups and combine among them"),

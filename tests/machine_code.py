@@ -342,13 +342,16 @@ def rope_subjects() -> Iterator[Subject]:
 
 
 def rope_kernels(arch: str) -> Iterator[Made]:
-    from dsl_backend.attention.cute import rope_host
+    from dsl_backend.attention.cute import mla_rope_host, rope_host
     from dsl_backend.runtime.target import from_arch
+    from dsl_backend.testing.mla_rope_writes import DEEPSEEK, MLARopeCase
     from dsl_backend.testing.rope_writes import RopeCase
 
     for facts in ({}, {"norm": True, "wide_table": True, "fp8": True, "scales_by_head": True}):
         key = rope_host.key_of(RopeCase(dim=128, heads=(32, 8), **facts).spec)
         yield Made(key, partial(rope_host.build, key, from_arch(arch)))
+    latent = mla_rope_host.key_of(MLARopeCase(**DEEPSEEK, heads=128, wide_table=True, fp8=True).spec)
+    yield Made(latent, partial(mla_rope_host.build, latent, from_arch(arch)))
 
 
 NORM_WIDTHS = (4096, 8192, 16384, 32768, 65536, 131072, 262144)

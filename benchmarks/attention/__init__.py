@@ -9,7 +9,20 @@ from dsl_backend.attention.dispatch import Operation
 from ..operator import RowsOperator
 
 # The columns are in the order of these imports.
-from . import flashinfer_peers, inputs, oracle, ours, ropes, rows, torch_sdpa, vllm_dense, vllm_mla, vllm_writes, writes  # noqa: F401
+from . import (  # noqa: F401
+    flashinfer_peers,
+    inputs,
+    mla_ropes,
+    oracle,
+    ours,
+    ropes,
+    rows,
+    torch_sdpa,
+    vllm_dense,
+    vllm_mla,
+    vllm_writes,
+    writes,
+)
 from .writes import WriteInputs
 
 
@@ -58,4 +71,15 @@ def operators(page_size: int = 16) -> dict[str, RowsOperator]:
         poison=ropes.poison,
         compared=ropes.compared,
     )
-    return {operator.name: operator for operator in (*attention, stores, rotates)}
+    latents = RowsOperator(
+        name="rope-write-mla",
+        unit="TB/s",
+        cases=mla_ropes.cases,
+        make=mla_ropes.ours,
+        objections=mla_ropes.objections,
+        build=mla_ropes.build,
+        reference=mla_ropes.reference,
+        poison=mla_ropes.poison,
+        compared=mla_ropes.compared,
+    )
+    return {operator.name: operator for operator in (*attention, stores, rotates, latents)}

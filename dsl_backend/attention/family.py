@@ -8,14 +8,16 @@ from dataclasses import replace
 import torch
 
 from dsl_backend.attention import dispatch, precompile, rope_dispatch
-from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle
+from dsl_backend.attention.rope_spec import MLARopeSpec, RopeSpec, RopeStyle
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.attention.tuned import TUNED_CONFIGS
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
+LayerSpec = AttentionSpec | RopeSpec | MLARopeSpec
 
-def typical_layers(target: Target) -> dict[str, AttentionSpec | RopeSpec]:
+
+def typical_layers(target: Target) -> dict[str, LayerSpec]:
     """Layers of published models, in bf16 where the target has it."""
     dtype = target.usual_dtype
 
@@ -34,6 +36,7 @@ def typical_layers(target: Target) -> dict[str, AttentionSpec | RopeSpec]:
     usual = dense(128)
     rotated = RopeSpec(layer=usual, rotary_dim=128, style=RopeStyle.NEOX, table_dtype=dtype)
     latent = replace(usual, heads_q=128, heads_kv=1, head_dim=576, head_dim_v=512, mla=True, page_size=64)
+    latent_rows = MLARopeSpec(layer=latent, style=RopeStyle.GPTJ, table_dtype=dtype, norm_dtype=dtype)
     return {
         "head size 64": dense(64),
         "head size 128": usual,
@@ -53,12 +56,13 @@ def typical_layers(target: Target) -> dict[str, AttentionSpec | RopeSpec]:
         "float32": replace(usual, dtype=torch.float32, kv_dtype=torch.float32),
         "rotated queries and keys": rotated,
         "normalised and rotated queries and keys": replace(rotated, norm_dtype=dtype),
+        "normalised and rotated latent rows": latent_rows,
     }
 
 
-def operations_of(spec: AttentionSpec | RopeSpec) -> Sequence[str]:
-    if isinstance(spec, RopeSpec):
-        return (rope_dispatch.OPERATION,)
+def operations_of(spec: LayerSpec) -> Sequence[str]:
+    if not isinstance(spec, AttentionSpec):
+        return (rope_dispatch.operation_of(spec),)
     return [operation.value for operation in dispatch.operations_of(spec)]
 
 
@@ -67,6 +71,7 @@ FAMILY = Family(
     tables={
         **{operation.value: table for operation, table in dispatch.TABLE.items()},
         rope_dispatch.OPERATION: rope_dispatch.TABLE,
+        rope_dispatch.MLA_OPERATION: rope_dispatch.MLA_TABLE,
     },
     typical_layers=typical_layers,
     operations_of=operations_of,
@@ -101,6 +106,10 @@ FAMILY = Family(
         "rope_write_kv": Check(
             rope_dispatch.OPERATION,
             (Benchmark("rope-write-kv", r"^(llama|qwen3)-t(1|64|8192)$", r"^qwen3-t64$"),),
+        ),
+        "rope_write_mla": Check(
+            rope_dispatch.MLA_OPERATION,
+            (Benchmark("rope-write-mla", r"^h(16|128)-t(1|64|2048)$", r"^h16-t64$"),),
         ),
     },
 )

@@ -11,7 +11,7 @@ import torch
 
 from dsl_backend.attention import dispatch, rope_dispatch
 from dsl_backend.attention.plan import Planner
-from dsl_backend.attention.rope_spec import RopeSpec
+from dsl_backend.attention.rope_spec import AnySpec, RopeSpec
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.model import KV_CACHE_DTYPES, ModelShape, text_of
@@ -124,13 +124,17 @@ def precompile_specs_of(
         yield PrecompileSpec("attention", write_launch.build, write_launch.key_of(spec), target)
 
 
-def rope_precompile_specs_of(spec: RopeSpec, target: Target) -> Iterator[PrecompileSpec]:
+def rope_precompile_specs_of(spec: AnySpec, target: Target) -> Iterator[PrecompileSpec]:
     """The CuTe DSL kernel that rotates a layer's queries and keys; none where another kernel serves it."""
-    if not rope_dispatch.cute(spec, target):
-        # Imports CuTe DSL.
-        from dsl_backend.attention.cute import rope_host
+    if rope_dispatch.choose(spec, target).name != "cute":
+        return
+    # Imports CuTe DSL.
+    from dsl_backend.attention.cute import mla_rope_host, rope_host
 
+    if isinstance(spec, RopeSpec):
         yield PrecompileSpec("attention", rope_host.build, rope_host.key_of(spec), target)
+    else:
+        yield PrecompileSpec("attention", mla_rope_host.build, mla_rope_host.key_of(spec), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -93,8 +93,8 @@ class RopeWriteMLA(RopeWrites[MLARopeSpec, MLARopeTensors]):
     def __call__(self, tensors: MLARopeTensors, eps: float) -> None:
         q, latent, rope = exact_mla(tensors, self.spec, eps, torch.float32)
         keys = tensors.cache.unsqueeze(-2)
-        parts = keys.split_with_sizes((self.spec.latent_dim, self.spec.rope_dim), -1)
-        reference.write_kv(latent, rope, *parts, tensors.slots, tensors.scale, tensors.scale)
+        latents, ropes = keys.split_with_sizes((self.spec.latent_dim, self.spec.rope_dim), -1)
+        reference.write_kv(latent, rope, latents, ropes, tensors.slots, tensors.scale, tensors.scale)
         outputs = (
             (q, tensors.q_out),
             (latent.squeeze(1), tensors.latent_out),

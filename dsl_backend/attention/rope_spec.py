@@ -50,7 +50,7 @@ class RopeSpec:
         if self.norm_dtype is not None:
             checks.dtype("norm_dtype", self.norm_dtype)
         set_field("weight_offset", checks.number("weight_offset", self.weight_offset))
-        require(not self.layer.mla, "absorbed MLA rotates a part of its own: keys and values of their own are needed")
+        require(not self.layer.mla, "absorbed MLA rotates a part of its own: MLARopeSpec is for it")
         require(self.layer.page_size is not None, "packed keys have no cache: paged keys are needed")
         dim = self.layer.head_dim
         require(
@@ -210,7 +210,8 @@ class RopeWrites(Generic[SpecT, TensorsT]):
     """A kernel for layers of one spec; `rope.rope_write_kv` and `rope.rope_write_mla` say what it computes."""
 
     def __init__(self, spec: SpecT, target: Target) -> None:
-        self.spec, self.target = spec, target
+        self.spec: SpecT = spec
+        self.target = target
 
     def prepare(self) -> None:
         """Compile what calls need; called before the first of them.

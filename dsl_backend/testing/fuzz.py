@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.testing import experts, norm, rope_writes, sampling, scaled, softmax, verification
+from dsl_backend.testing import experts, mla_rope_writes, norm, rope_writes, sampling, scaled, softmax, verification
 from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.experts import ExpertsCase, check_experts
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase, check_linear, random_case
+from dsl_backend.testing.mla_rope_writes import MLARopeCase
 from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.sampling import SamplingCase
@@ -29,6 +30,7 @@ Problem = (
     Case
     | WriteCase
     | RopeCase
+    | MLARopeCase
     | LinearCase
     | ScaledCase
     | ExpertsCase
@@ -38,7 +40,7 @@ Problem = (
     | VerificationCase
 )
 FAMILIES = (
-    *("decode", "prefill", "mla", "write_kv", "rope_write_kv"),
+    *("decode", "prefill", "mla", "write_kv", "rope_write_kv", "rope_write_mla"),
     *("linear", "scaled_linear", "experts", "norm", "softmax", "sampling", "verification"),
 )
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
@@ -254,6 +256,8 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
         return write_case(draw, sizes)
     if family == "rope_write_kv":
         return rope_writes.random_case(draw, length(draw, sizes.kv))
+    if family == "rope_write_mla":
+        return mla_rope_writes.random_case(draw, length(draw, sizes.kv))
     if family == "norm":
         return norm.random_case(draw.randrange(2**31), sizes.row)
     if family == "softmax":
@@ -316,6 +320,8 @@ def check(case: Problem, kernel: str, device: str) -> None:
         verification.check_verification(case, kernel, device)
     elif isinstance(case, RopeCase):
         rope_writes.check_rope(case, kernel, device)
+    elif isinstance(case, MLARopeCase):
+        mla_rope_writes.check_mla_rope(case, kernel, device)
     elif isinstance(case, WriteCase):
         kv_writes.check_write(case, kernel, device)
     else:

@@ -3,6 +3,7 @@
 
 import random
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ class MLARopeCase:
         )
 
 
-DEEPSEEK = {"latent": 512, "rope": 64, "nope": 128}
+DEEPSEEK: dict[str, Any] = {"latent": 512, "rope": 64, "nope": 128}
 
 MLA_ROPES: tuple[MLARopeCase, ...] = (
     MLARopeCase("deepseek", **DEEPSEEK, heads=3, page=64, why="DeepSeek's sizes: a warp for a latent, 4 lanes a head"),

@@ -9,6 +9,7 @@ from dsl_backend.testing import experts, linear, norm, sampling, scaled, softmax
 from dsl_backend.testing.cases import CASES
 from dsl_backend.testing.fuzz import REAL, TINY, Problem, attention_family, problem
 from dsl_backend.testing.kv_writes import WRITES
+from dsl_backend.testing.mla_rope_writes import MLA_ROPES
 from dsl_backend.testing.rope_writes import ROPES
 
 # Distinct layers among a seed's random problems: each costs a compilation.
@@ -40,6 +41,8 @@ def table(family: str, device: str) -> Mapping[str, Problem]:
         return {case.id: case for case in WRITES if case.tier in tiers}
     if family == "rope_write_kv":
         return {case.id: case for case in ROPES if case.tier in tiers}
+    if family == "rope_write_mla":
+        return {case.id: case for case in MLA_ROPES if case.tier in tiers}
     return {case.id: case for case in CASES if case.tier in tiers and attention_family(case) == family}
 
 

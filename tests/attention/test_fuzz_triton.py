@@ -21,6 +21,7 @@ from dsl_backend.testing.experts import ExpertsCase
 from dsl_backend.testing.inputs import Layout, Surroundings
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.linear import LinearCase
+from dsl_backend.testing.mla_rope_writes import MLARopeCase
 from dsl_backend.testing.norm import NormCase
 from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.sampling import SamplingCase
@@ -79,7 +80,7 @@ def test_specs_bound_the_compilations(family: str) -> None:
 def test_source_rebuilds_a_case() -> None:
     names = {"Case": Case, "WriteCase": WriteCase, "Surroundings": Surroundings, "Layout": Layout, "torch": torch}
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
-    names |= {"RopeCase": RopeCase, "RopeStyle": RopeStyle, "ScaledCase": ScaledCase}
+    names |= {"RopeCase": RopeCase, "MLARopeCase": MLARopeCase, "RopeStyle": RopeStyle, "ScaledCase": ScaledCase}
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"VerificationCase": VerificationCase, "Known": Known}

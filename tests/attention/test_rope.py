@@ -180,7 +180,7 @@ def test_bits_depend_on_nothing_beside_a_token() -> None:
 def test_registers_suffice(arch: str) -> None:
     """With 64 registers a thread, eight CTAs fit an SM. Nothing spills."""
     codes = machine_code.found(f"{arch}-rope")
-    assert len(codes) == 2
+    assert len(codes) == 3
     for code in codes:
         assert 0 < code.registers <= 64, code
         assert code.stack == 0, code

@@ -46,6 +46,8 @@ from dsl_backend.sampling.verification import Known
 from dsl_backend.softmax.cute import host as softmax_host
 from dsl_backend.softmax.spec import SoftmaxSpec
 from dsl_backend.testing.cases import Case, mla
+from dsl_backend.testing.mla_rope_writes import MLARopeCase
+from dsl_backend.testing.mla_rope_writes import build as build_mla_rope
 from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.rope_writes import build as build_rope
 from dsl_backend.testing.sampling import ONE
@@ -412,6 +414,29 @@ def rotation(target: Target) -> Chain:
     )
 
 
+def latent_rotation(target: Target) -> Chain:
+    """Positions and slots, a projection to latent and rope parts, their norm, rotation and cache write, and a norm."""
+    case = MLARopeCase(tokens=5, padding_tokens=0, heads=3, latent=64, rope=32, nope=0, skipped=1, in_place=False)
+    given = build_mla_rope(case, CPU)
+    keys = torch.empty(5, 96, dtype=BF16)
+    tensors = given._replace(latent=keys[:, :64], rope=keys[:, 64:])
+    tensors.cache.fill_(0.0)
+    x = normal(5, 72, seed=11)
+    projection = GemmOperands(x, normal(96, 72, seed=12, scale=0.1), None, None, keys)
+    writer = rope.RopeWriter(case.spec, lambda: target, "cute")
+    normed = norm(target, tensors.latent_out, normal(5, 64, seed=13))
+    return Chain(
+        [
+            *copies(tensors.positions, tensors.slots),
+            linear(target, small_m(target), projection, Workspace(CPU)),
+            lambda: writer(tensors, 1e-6),
+            *normed.launches,
+        ],
+        [keys, tensors.q_out, tensors.latent_out, tensors.rope_out, *normed.between],
+        [tensors.cache, *normed.outputs],
+    )
+
+
 def swap_ab(target: Target) -> Chain:
     config = sm100_dense.DenseConfig(alternate=True, swap_ab=16, query_stages=2, ex2_emulation=0, min_split_tiles=1)
     return attention(
@@ -475,6 +500,7 @@ CHAINS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "tall_mlp": (tall_mlp, ARCHS),
     "decode": (decode, ARCHS),
     "rotation": (rotation, ARCHS),
+    "latent_rotation": (latent_rotation, ARCHS),
     "latent": (latent, ARCHS),
     "swap_ab": (swap_ab, ("sm_100a",)),
     "softmaxes": (softmaxes, ARCHS),
