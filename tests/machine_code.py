@@ -163,13 +163,14 @@ SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "blocks-geglu": {"x": GROUP_SCALED_E8M0, "weight": BLOCK_SCALED_E8M0, "activation": Geglu(), "bias": True},
 }
 BY_ROW: dict[str, Any] = {"x": ROW_SCALED, "weight": ROW_SCALED}
-BY_BLOCK: dict[str, Any] = {"x": GROUP_SCALED, "weight": BLOCK_SCALED}
+BY_BLOCK: dict[str, Any] = {"x": GROUP_SCALED, "weight": BLOCK_SCALED, "column_major": True}
 SM90_SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "product": BY_ROW | {"bias": True},
     "swiglu": BY_ROW | {"activation": Swiglu(), "bias": True},
     "swiglu-tensor": BY_ROW | {"activation": Swiglu(), "out": TENSOR_SCALED},
     "blocks": BY_BLOCK,
     "blocks-swiglu": BY_BLOCK | {"activation": Swiglu(), "bias": True},
+    "blocks-swiglu-row-major": BY_BLOCK | {"activation": Swiglu(), "bias": True, "column_major": False},
     "blocks-swiglu-groups": BY_BLOCK | {"activation": Swiglu(), "out": GROUP_SCALED},
     "blocks-swiglu-wide": BY_BLOCK | {"activation": Swiglu(), "wide": True},
 }

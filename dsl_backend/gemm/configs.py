@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from dsl_backend.gemm.cost import SM90_RATES, SM100_RATES, ArchRates, estimated_us, runs_at_once
+from dsl_backend.gemm.cost import COSTS, SM90_RATES, SM100_RATES, ArchRates, Costs, estimated_us, runs_at_once
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import GemmSpec
@@ -109,9 +109,9 @@ def candidates(spec: GemmSpec, target: Target) -> tuple[Config, ...]:
     return tuple(config for config in found if config in best)
 
 
-def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target) -> float:
+def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target, costs: Costs = COSTS) -> float:
     """Microseconds of a launch, by the cost model."""
-    return estimated_us(config, spec, rows, arch_kernels(target).rates.of(target.chips[0]), target)
+    return estimated_us(config, spec, rows, arch_kernels(target).rates.of(target.chips[0]), target, costs)
 
 
 def choose(spec: GemmSpec, rows: int, target: Target) -> Config:

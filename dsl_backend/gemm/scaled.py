@@ -91,6 +91,11 @@ class ScaledGemmSpec(GemmSpec):
         """The formats were checked."""
 
     @property
+    def copies_scales(self) -> bool:
+        """Whether x's scales of neighbouring rows lie side by side, as TMA copies them."""
+        return False
+
+    @property
     def out_scale_given(self) -> bool:
         """Whether the output's scale is an input."""
         return self.out == TENSOR_SCALED

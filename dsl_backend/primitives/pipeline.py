@@ -45,7 +45,7 @@ def cp_async(threads: int) -> Role:
 
 
 def warps(count: int, ctas: int = 1) -> Role:
-    """One lane of each warp arrives, at one CTA's barrier."""
+    """One lane of each warp arrives, at one CTA's barrier, or one lane for each CTA of the cluster."""
     return Role(count, ctas)
 
 
@@ -116,6 +116,10 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.full(position), self.phase(position))
         if self.edge.producer.generic:
             cute.arch.fence_proxy("async.shared", space="cta")
+
+    def warp_release(self, position: cutlass.Int32, lane: cutlass.Int32):
+        """By each warp of the consumers: its first lanes tell the producers."""
+        self.warpgroup_release(position, lane)
 
     @cute.jit
     def warpgroup_release(self, position: cutlass.Int32, thread: cutlass.Int32):

@@ -117,6 +117,8 @@ def tensors(case: ScaledCase, device: torch.device | str) -> Tensors:
     x *= 2.0 ** (torch.arange(case.k) // 128 % 3 - 1)
     weight = normal(case.weight_rows, case.k, gain=case.k**-0.5)
     weight *= 2.0 ** ((torch.arange(case.weight_rows) // 16 + torch.arange(case.k).view(-1, 1) // 128).t() % 4 - 1)
+    # Each 128 rows have all of these magnitudes: without another one, blocks below one another have the same scale.
+    weight *= 2.0 ** ((torch.arange(case.weight_rows) // 128 * 2 + torch.arange(case.k).view(-1, 1) // 128).t() % 5 - 3)
     quantized_x = quantized(x, scaled_format(case.x))
     quantized_weight = quantized(weight, scaled_format(case.weight))
     if case.special:

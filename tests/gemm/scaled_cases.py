@@ -183,6 +183,46 @@ CASES = [
         case=replace(BLOCKS, rows=70, special=True, special_weights=True),
         config=SMALL,
     ),
+    # --- boxes of weights in turns ---
+    ScaledEmulated(
+        id="turns",
+        why="boxes are stored one after the other; a bias, all edges ragged",
+        case=replace(PLAIN, bias=True),
+        config=replace(SMALL, turns=2),
+    ),
+    ScaledEmulated(
+        id="turns-blocks",
+        why="each turn has its scales, boxes begin in one block and end in the next",
+        case=replace(BLOCKS, n=400, k=400),
+        config=replace(SMALL, box_n=48, cluster=2, turns=2),
+    ),
+    ScaledEmulated(
+        id="turns-gated",
+        why="gate and up in turns; a given scale; several tiles a CTA",
+        case=replace(GATED_BLOCKS, to=TENSOR, bias=True),
+        config=replace(SMALL, turns=2),
+        sms=2,
+    ),
+    ScaledEmulated(
+        id="turns-to-groups",
+        why="a gated tile has whole groups",
+        case=blocked(150, 384, 272, activation=SWIGLU, to=GROUPS),
+        config=replace(SMALL, box_n=128, cluster=2, turns=2),
+    ),
+    ScaledEmulated(
+        id="turns-deep",
+        why="more blocks of k than a warp has lanes; two blocks of rows of weights",
+        case=blocked(70, 128, 4240, activation=SWIGLU, to=TENSOR),
+        config=replace(SMALL, box_n=48, stages=3, turns=2),
+        sms=2,
+    ),
+    ScaledEmulated(
+        id="turns-to-rows",
+        why="float32 of both turns from registers",
+        case=replace(FEW, rows=70, to=ROW, special=True),
+        config=replace(SMALL, turns=2),
+        beside=True,
+    ),
     # --- outputs in 8 bits ---
     ScaledEmulated(
         id="to-tensor", why="a given scale; rows of 32 bytes", case=replace(GATED, to=TENSOR, bias=True), config=SMALL
@@ -328,11 +368,12 @@ def random_config(draw: random.Random) -> ScaledConfig:
     """Small tiles of any kind."""
     if draw.random() < 0.5:
         return ScaledGemmConfig(
-            box_n=draw.choice((16, 24, 32, 48, 64, 96)),
+            box_n=draw.choice((16, 24, 32, 48, 64, 96, 128)),
             stages=draw.randint(2, 4),
             cluster=draw.choice((1, 2)),
             band=draw.randint(1, 4),
             promotion=draw.choice((1, 1, 2, 4)),
+            turns=draw.choice((1, 1, 2)),
         )
     groups = draw.choice((1, 2))
     split = groups == 2 and draw.random() < 0.5

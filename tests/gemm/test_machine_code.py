@@ -15,6 +15,7 @@ KNOWN = {
     "sm_90a-swiglu-oai-all": 40,
     "sm_90a-geglu-all": 8,
     "sm_90a-geglu-tanh-all": 40,
+    "sm_90a-scaled-swiglu": 8,
 }
 IDS = [subject.id for subject in linear_subjects()]
 

@@ -23,35 +23,100 @@ from emulator.errors import EmulatorError, HostError
 from tests.attention.mistakes import Mistake, spoilt
 
 BY_ID = {one.id: one for one in CASES}
-WAIT = "        wgmma.wait_group(0)\n        fence_operand(acc)\n"
+WAIT = "            wgmma.wait_group(0)\n            fence_operand(acc)\n"
 MISTAKES = (
     ("rows", Mistake("sums are read before their products are done", scaled_gemm, WAIT, "")),
-    ("rows", Mistake("a part of k replaces the sums", scaled_gemm, "total.load() + acc.load()", "acc.load()")),
+    (
+        "rows",
+        Mistake(
+            "a part of k replaces the sums",
+            scaled_gemm,
+            "part.store(part.load() + acc.load())",
+            "part.store(acc.load())",
+        ),
+    ),
     (
         "rows",
         Mistake(
             "a stage is not given back",
             scaled_gemm,
-            "        pipeline.warpgroup_release(start + count - 1, thread)\n",
-            "",
+            "                pipeline.warpgroup_release(start + count - 1, thread)\n",
+            "                pass\n",
         ),
     ),
     (
         "rows-gated",
-        Mistake("only the last block of k replaces sums", scaled_gemm, "start + i, i > 0)", "start + i, False)"),
+        Mistake(
+            "only the last block of k replaces sums", scaled_gemm, "start + i, i > 0, turn)", "start + i, False, turn)"
+        ),
     ),
-    ("rows", Mistake("the scale of the other row", scaled_gemm, "x_scales[b] for b", "x_scales[1 - b] for b")),
     (
-        "blocks",
+        "rows",
+        Mistake("the scale of the other row", scaled_gemm, "rRows[2 * mma_tile + b]", "rRows[2 * mma_tile + 1 - b]"),
+    ),
+    (
+        "blocks-across",
         Mistake("scales of the block of k before", scaled_gemm, "cutlass.min(k_tile + AHEAD, k_tiles - 1)", "k_tile"),
     ),
-    ("blocks", Mistake("the scale of the row above", scaled_gemm, "row + 8 * (i % 2) +", "row +")),
-    ("blocks-gated", Mistake("gate's scales for up", scaled_gemm, "return box * params.mOut.shape[1] + n", "return n")),
     (
         "blocks-across",
         Mistake(
-            "one scale for a box", scaled_gemm, "scale = products[0] if inside else products[1]", "scale = products[0]"
+            "the scale of the row above",
+            scaled_gemm,
+            "params.mXScale[cutlass.min(row + 8 * (i % 2) +",
+            "params.mXScale[cutlass.min(row +",
         ),
+    ),
+    (
+        "blocks",
+        Mistake("copied: the scale of the row above", scaled_gemm, "sScales[row + 8 * (i % 2) +", "sScales[row +"),
+    ),
+    (
+        "blocks",
+        Mistake("copied: another block's weights", scaled_gemm, "of_lanes[i], k_tile % WARP)", "of_lanes[i], 0)"),
+    ),
+    (
+        "turns-deep",
+        Mistake(
+            "copied: weights of the first 32 blocks alone",
+            scaled_gemm,
+            "k_tile > 0 and k_tile % WARP == 0",
+            "k_tile < 0",
+        ),
+    ),
+    (
+        "blocks",
+        Mistake(
+            "copied: a warp's scales are not awaited",
+            scaled_gemm,
+            "warp_release(position, thread % WARP)",
+            "warp_release(position, thread)",
+        ),
+    ),
+    (
+        "turns-gated",
+        Mistake(
+            "a tile has the weights' scales of the one before",
+            scaled_gemm,
+            "self.scales_of_lanes(params, of_lanes, next_n, 0, thread)\n                # What",
+            "pass\n                # What",
+        ),
+    ),
+    ("blocks-gated", Mistake("both boxes: sums of the first", scaled_gemm, "box % of_turn * (self", "0 * (self")),
+    ("turns", Mistake("the first turn's columns twice", scaled_gemm, "at = j + (box + turn) *", "at = j + box *")),
+    (
+        "rows",
+        Mistake(
+            "a consumer's scales are read too soon",
+            scaled_gemm,
+            "            for i in cutlass.range_constexpr(len(shared)):",
+            "            for i in cutlass.range_constexpr(0):",
+        ),
+    ),
+    ("blocks-gated", Mistake("gate's scales for up", scaled_gemm, "return box * params.mOut.shape[1] + n", "return n")),
+    (
+        "blocks-across",
+        Mistake("one scale for a box", scaled_gemm, "scale = of_box[0] if inside else of_box[1]", "scale = of_box[0]"),
     ),
     ("to-tensor", Mistake("vectors out of place", scaled_gemm, "(offset >> 3) & mask", "(offset >> 4) & mask")),
     ("to-groups", Mistake("two of four lanes", scaled_gemm, "for lanes in (1, 2)", "for lanes in (1,)")),
@@ -154,7 +219,7 @@ class Unpromoted(scaled_gemm.ScaledGemm):
 
     def promoted_mainloop(self, acc, total, tCrX, tCrW, pipeline, start, k_tiles, thread):
         tiled_mma = self.tiled_mma(self.mma_n)
-        Gemm.mainloop(self, tiled_mma, total, tCrX, tCrW, pipeline, start, k_tiles, thread)
+        Gemm.mainloop(self, tiled_mma, total, tCrX, tCrW[0], pipeline, start, k_tiles, thread)
         wgmma.wait_group(0)
         fence_operand(total)
         pipeline.warpgroup_release(start + k_tiles - 1, thread)

@@ -88,12 +88,12 @@ class Gemm(GemmBase):
 
     def sOut_layout(self) -> cute.ComposedLayout:
         """Of the consumers' output buffers, 64 rows each."""
-        if self.columns % 16 == 0:
+        columns = self.epi_tile[1]
+        if columns % 16 == 0:
             return hopper_helpers.make_smem_layout_epi(self.out_dtype, LayoutEnum.ROW_MAJOR, self.epi_tile, CONSUMERS)
         # A swizzle needs rows of a multiple of 32 bytes. Eight rows of an odd number of 16 bytes lie in different banks
         # without one.
-        shape = (MMA_M, self.columns, CONSUMERS)
-        plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
+        plain = cute.make_layout((MMA_M, columns, CONSUMERS), stride=(columns, 1, MMA_M * columns))
         return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
 
     def sOut_tile(self, sOut_layout: cute.ComposedLayout) -> cute.ComposedLayout:
@@ -118,6 +118,7 @@ class Gemm(GemmBase):
                 self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner
             )
         pipeline = self.load_edge.allocate(smem)
+        sScales = self.scale_stages(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -139,14 +140,18 @@ class Gemm(GemmBase):
         if group == self.consumers:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp == self.consumers * (WARPGROUP // 32):
-                self.load(params, sX, sW, pipeline)
+                self.load(params, sX, sW, pipeline, sScales)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
+            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group, sScales)
         if cutlass.const_expr(self.cluster > 1):
             # The other CTA may still arrive at this one's barriers, or copy into its memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+        """Memory for scales of operands: here they have none."""
+        return None
 
     def acquire(self, pipeline: Pipeline, position, cta_rank, tx_bytes) -> cute.Pointer:
         """Wait for an empty stage; the barrier of what is loaded into it."""
@@ -179,6 +184,7 @@ class Gemm(GemmBase):
         sOut: cute.Tensor,
         pipeline: Pipeline,
         group: cutlass.Int32,
+        sScales: cute.Tensor = None,
     ):
         """A consumer warpgroup: its rows of every tile, or every other tile."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
@@ -295,9 +301,9 @@ class Gemm(GemmBase):
 
     def epilogue_copy(self, thread):
         """(copy_atom_r2s, thr_copy_r2s, tCrOut) of 64 rows of the output, from registers to shared memory."""
-        matrices = 4 if self.columns % 16 == 0 else 2
+        matrices = 4 if self.epi_tile[1] % 16 == 0 else 2
         copy_atom_r2s = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, matrices), self.out_dtype)
-        epi_mma = self.tiled_mma(self.columns)
+        epi_mma = self.tiled_mma(self.epi_tile[1])
         thr_copy_r2s = cute.make_tiled_copy_C(copy_atom_r2s, epi_mma).get_slice(thread)
         return (
             copy_atom_r2s,

@@ -7,43 +7,53 @@ Scales of blocks are multiplied in there. While one consumer adds, the other's p
 tile, and neither waits for the other.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cutlass
 import torch
 from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from dsl_backend.gemm.args import GemmOperands, ScaledArgs
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_key import ScaledKey
-from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
-from dsl_backend.gemm.sm90.gemm import Gemm
+from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.gemm.views import bias_of
-from dsl_backend.primitives.accumulators import fence_operand
+from dsl_backend.primitives.accumulators import fence_operand, fence_register
 from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, fma, tree_max
-from dsl_backend.primitives.pipeline import Pipeline
+from dsl_backend.primitives.pipeline import Pipeline, warps
 from dsl_backend.primitives.schedule import raster
 from dsl_backend.quant.format import E4M3, GROUP
 from dsl_backend.quant.reference import LEAST_OF_GROUP
 
 E4M3_MAX = E4M3.largest
-# Blocks of k whose scales a thread has or awaits.
+# Blocks of k whose scales a thread has or awaits, where x's are row-major.
 AHEAD = 2
 
 
 @dataclass(frozen=True)
 class ScaledParams(GemmParams):
-    """With scales as in `scaled.ScaledOperands`."""
+    """With scales as in `scaled.ScaledOperands`.
+
+    Attributes:
+        tma_atom_x_scale: copies of a tile's rows of a group of x's columns; None where `mXScale` is read by threads.
+        rRows, sScales: a consumer's own, of a tile: scales of a thread's rows, two of each 64, in registers, and of the
+            weights' rows in shared memory. Missing where scales are those of blocks.
+    """
 
     mXScale: cute.Tensor
     mWeightScale: cute.Tensor
     mOutScale: cute.Tensor
+    tma_atom_x_scale: cute.CopyAtom = None
+    rRows: cute.Tensor = None
+    sScales: cute.Tensor = None
 
 
 def as_e4m3(stages: cute.Tensor) -> cute.Tensor:
@@ -59,9 +69,17 @@ class ScaledGemm(Gemm):
         super().__init__(key)
         config = key.config
         self.promotion, self.blocked = config.promotion, key.weight.blocked
+        self.copies_scales = key.weight.blocked and key.column_major
+        if self.copies_scales:
+            # A wgmma is done for all of a warpgroup, a thread's loads of scales for its warp alone.
+            readers = warps(self.consumers_of_tile * (WARPGROUP // WARP), self.cluster)
+            self.load_edge = replace(self.load_edge, consumers=readers)
         self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
         self.out_format, self.wide = key.out, key.dtypes.out == torch.float32
         self.group_tiles = config.tiles_of_group(key.out, self.parts)
+        self.turns, self.mma_n = config.turns, self.mma_n // config.turns
+        self.stored_columns = config.stored_columns(self.parts)
+        self.epi_tile = (MMA_M, self.stored_columns)
         # The bias is added in the epilogue, behind the scales.
         self.biased = False
         # Boxes that may begin in one block of a weight's rows and end in the next one have two scales.
@@ -83,7 +101,36 @@ class ScaledGemm(Gemm):
             "mWeightScale": operands.weight_scale,
             "mOutScale": operands.out_scale,
         }
+        if self.copies_scales:
+            box = cute.make_layout((self.tile_m, 1))
+            atom, mXScale = cpasync.make_tiled_tma_atom(x_op, operands.x_scale, box, (self.tile_m, 1))
+            scales |= {"tma_atom_x_scale": atom, "mXScale": mXScale}
         return ScaledParams(**{field.name: getattr(base, field.name) for field in fields(base)}, **scales)
+
+    def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+        """X's scales of each stage's groups, or those of a tile's rows of weights, for each consumer."""
+        if not (self.copies_scales or self.weight_rows_scaled):
+            return None
+        shape = (self.tile_m, self.stages) if self.copies_scales else (2 * self.box_n, CONSUMERS)
+        return smem.allocate_tensor(cutlass.Float32, cute.make_layout(shape), byte_alignment=128)
+
+    def tx_bytes(self, params: ScaledParams, m_tile, cta_rank):  # type: ignore[override]
+        """With those of scales."""
+        return super().tx_bytes(params, m_tile, cta_rank) + (4 * self.tile_m if self.copies_scales else 0)
+
+    def load_scales(self, params: ScaledParams, sScales, m_tile, n_tile, k_tile, stage, mbar):  # type: ignore[override]
+        """X's scales of a stage's groups; those past the last row are 0."""
+        if not self.copies_scales:
+            return
+        gScales = cute.local_tile(params.mXScale, (self.tile_m, 1), (None, None))
+        target, source = cpasync.tma_partition(
+            params.tma_atom_x_scale,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(cute.local_tile(sScales, (self.tile_m, 1), (0, None)), 0, 2),
+            cute.group_modes(gScales, 0, 2),
+        )
+        cute.copy(params.tma_atom_x_scale, source[None, m_tile, k_tile], target[None, stage], tma_bar_ptr=mbar)
 
     @property
     def mma_dtypes(self) -> tuple[Any, Any]:
@@ -91,8 +138,14 @@ class ScaledGemm(Gemm):
         return cutlass.Float8E4M3FN, cutlass.Float8E4M3FN
 
     def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
-        """The same of bytes as e4m3."""
-        return super().consumer_operands(tiled_mma, as_e4m3(sX), as_e4m3(sW), group, thread)
+        """The same of bytes as e4m3, with a list of the weights of each turn and the accumulators of one."""
+        sW = as_e4m3(sW)
+        boxes = [cute.local_tile(sW, (self.mma_n, self.block_k), (turn, 0, None)) for turn in range(self.turns)]
+        found = [super(ScaledGemm, self).consumer_operands(tiled_mma, as_e4m3(sX), box, group, thread) for box in boxes]
+        row_tile, tCrX, _, _ = found[0]
+        acc_shape = tiled_mma.partition_shape_C((self.consumer_m, self.mma_n))
+        acc = cute.make_rmem_tensor(acc_shape, cutlass.Float32)
+        return row_tile, tCrX, [weights for _, _, weights, _ in found], acc
 
     def place(self, first, tile, clusters, m_tiles, n_tiles):
         """(m_tile, n_tile) of the CTA's tile; tiles of a group of the output's columns follow one another."""
@@ -117,6 +170,7 @@ class ScaledGemm(Gemm):
         sOut: cute.Tensor,
         pipeline: Pipeline,
         group: cutlass.Int32,
+        sScales: cute.Tensor = None,
     ):
         """A consumer warpgroup: its rows of every tile."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
@@ -124,31 +178,94 @@ class ScaledGemm(Gemm):
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
-        total = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        total_shape = self.tiled_mma(2 * self.box_n).partition_shape_C((self.consumer_m, 2 * self.box_n))
+        total = cute.make_rmem_tensor(total_shape, cutlass.Float32)
         held = cute.make_rmem_tensor((self.columns // 2, self.mma_tiles_m, self.group_tiles), cutlass.Float32)
+        of_lanes = cute.make_rmem_tensor(2 * self.box_blocks, cutlass.Float32)
+        next_m, next_n = self.place(first, 0, clusters, m_tiles, n_tiles)
+        if cutlass.const_expr(self.copies_scales):
+            self.scales_of_lanes(params, of_lanes, next_n, 0, thread)
         for i in cutlass.range(tiles // self.group_tiles, unroll=1):
             for part in cutlass.range_constexpr(self.group_tiles):
                 tile = i * self.group_tiles + part
-                m_tile, n_tile = self.place(first, tile, clusters, m_tiles, n_tiles)
-                m_tile = m_tile * self.cluster + cta_rank
+                m_tile, n_tile = next_m * self.cluster + cta_rank, next_n
                 row = m_tile * self.tile_m + row_tile * self.consumer_m + self.thread_row(thread)
                 total.fill(0.0)
-                if cutlass.const_expr(self.blocked):
+                mine = self.scales_of_tile(params, row, n_tile, thread)
+                if cutlass.const_expr(self.copies_scales):
+                    start, first_row = tile * k_tiles, row_tile * self.consumer_m + self.thread_row(thread)
+                    self.mainloop_of_copied(
+                        params,
+                        acc,
+                        total,
+                        tCrX,
+                        tCrW,
+                        pipeline,
+                        sScales,
+                        of_lanes,
+                        start,
+                        first_row,
+                        n_tile,
+                        thread,
+                    )
+                elif cutlass.const_expr(self.blocked):
                     start = tile * k_tiles
                     self.mainloop_of_blocks(params, acc, total, tCrX, tCrW, pipeline, start, row, n_tile, thread)
                 else:
                     self.promoted_mainloop(acc, total, tCrX, tCrW, pipeline, tile * k_tiles, k_tiles, thread)
+                next_m, next_n = self.place(first, cutlass.min(tile + 1, tiles - 1), clusters, m_tiles, n_tiles)
+                if cutlass.const_expr(self.copies_scales):
+                    # They arrive beside the epilogue.
+                    self.scales_of_lanes(params, of_lanes, next_n, 0, thread)
+                # What the epilogue computes from it in front of the loop over tiles spills: 32 addresses did.
+                late = fence_register(thread)
+                tile_params = self.share_scales(params, mine, sScales, group, thread)
                 if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
-                    self.hold(params, total, held, part, thread, row, n_tile)
+                    self.hold(tile_params, total, held, part, late, row, n_tile)
                 elif cutlass.const_expr(self.wide):
-                    self.store_wide(params, total, row, n_tile, thread)
+                    self.store_wide(tile_params, total, row, n_tile, late)
                 else:
-                    self.epilogue(params, total, sOut, group, thread, m_tile, n_tile, row_tile)
+                    self.epilogue(tile_params, total, sOut, group, late, m_tile, n_tile, row_tile)
             if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
-                self.epilogue_of_groups(params, held, sOut, group, thread, m_tile, n_tile, row_tile)
+                self.epilogue_of_groups(params, held, sOut, group, fence_register(thread), m_tile, n_tile, row_tile)
         if cutlass.const_expr(not self.wide):
             if thread < 32:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def scales_of_tile(self, params: ScaledParams, row, n_tile, thread) -> tuple:
+        """(rRows, columns) in registers, before a tile's products: of the thread's rows, and of its share of columns.
+
+        Args:
+            row: the first of the thread's rows.
+        """
+        if self.blocked:
+            return None, None
+        n = params.mOut.shape[1]
+        rRows = cute.make_rmem_tensor(2 * self.mma_tiles_m, cutlass.Float32)
+        for i in range(2 * self.mma_tiles_m):
+            rRows[i] = params.mXScale[self.scale_row(params, row, i) if self.x_rows else 0]
+        shared = []
+        for first in range(0, 2 * self.box_n if self.weight_rows_scaled else 0, WARPGROUP):
+            of_tile = cutlass.min(first + thread, 2 * self.box_n - 1)
+            part, column = (of_tile // self.box_n, of_tile % self.box_n) if self.gated else (0, of_tile)
+            shared.append(bias_of(params.mWeightScale, n_tile * self.columns + column, part, n, self.interleaved))
+        return rRows, shared
+
+    @cute.jit
+    def share_scales(
+        self, params: ScaledParams, mine: tuple, sScales: cute.Tensor, group: cutlass.Int32, thread: cutlass.Int32
+    ):
+        """The parameters with a tile's scales, behind its products: a consumer's threads get those of all columns."""
+        rRows, shared = mine
+        if cutlass.const_expr(self.weight_rows_scaled):
+            sScales = sScales[None, group]
+            # All have read those of the tile before.
+            cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+            for i in cutlass.range_constexpr(len(shared)):
+                if thread + i * WARPGROUP < 2 * self.box_n:
+                    sScales[thread + i * WARPGROUP] = shared[i]
+            cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+        return replace(params, rRows=rRows, sScales=sScales)
 
     def thread_row(self, thread):
         """The first of a thread's rows among 64 of accumulators; the other one is 8 below."""
@@ -163,16 +280,16 @@ class ScaledGemm(Gemm):
         pipeline: Pipeline,
         position: cutlass.Int32,
         accumulate: cutlass.Constexpr[bool],
+        turn: cutlass.Constexpr[int] = 0,
     ):
-        """Issue the products of a block of k, which are added to `acc` or replace it."""
+        """Issue a turn's products of a block of k, which are added to `acc` or replace it."""
         # One that was changed in a loop could not be used behind it.
         tiled_mma = self.tiled_mma(self.mma_n)
         tiled_mma.set(wgmma.Field.ACCUMULATE, accumulate)
         stage = pipeline.stage(position)
-        pipeline.consumer_wait(position)
         wgmma.fence()
         for k_block in cutlass.range_constexpr(cute.size(tCrX, mode=[2])):
-            cute.gemm(tiled_mma, acc, tCrX[None, None, k_block, stage], tCrW[None, None, k_block, stage], acc)
+            cute.gemm(tiled_mma, acc, tCrX[None, None, k_block, stage], tCrW[turn][None, None, k_block, stage], acc)
             tiled_mma.set(wgmma.Field.ACCUMULATE, True)
         wgmma.commit_group()
 
@@ -209,16 +326,26 @@ class ScaledGemm(Gemm):
         thread: cutlass.Int32,
     ):
         """Add the products of `count` blocks of k, from position `start` on, to `total`."""
-        for i in cutlass.range_constexpr(count):
-            self.issue(acc, tCrX, tCrW, pipeline, start + i, i > 0)
-            if cutlass.const_expr(i > 0):
-                # The block of k before this one is done.
-                wgmma.wait_group(1)
-                pipeline.warpgroup_release(start + i - 1, thread)
-        wgmma.wait_group(0)
-        fence_operand(acc)
-        pipeline.warpgroup_release(start + count - 1, thread)
-        total.store(total.load() + acc.load())
+        for turn in cutlass.range_constexpr(self.turns):
+            for i in cutlass.range_constexpr(count):
+                if cutlass.const_expr(turn == 0):
+                    pipeline.consumer_wait(start + i)
+                self.issue(acc, tCrX, tCrW, pipeline, start + i, i > 0, turn)
+                if cutlass.const_expr(i > 0):
+                    # The block of k before this one is done.
+                    wgmma.wait_group(1)
+                    pipeline.warpgroup_release(start + i - 1, thread)
+            wgmma.wait_group(0)
+            fence_operand(acc)
+            if cutlass.const_expr(turn == self.turns - 1):
+                pipeline.warpgroup_release(start + count - 1, thread)
+            part = self.part_of_turn(acc, total, turn)
+            part.store(part.load() + acc.load())
+
+    def part_of_turn(self, acc: cute.Tensor, total: cute.Tensor, turn: int) -> cute.Tensor:
+        """A turn's part of float32 sums, with the shape of a wgmma's."""
+        layout = cute.make_layout(acc.shape, stride=((1, 2, 4), self.box_n, 0))
+        return cute.make_tensor(total.iterator + turn * (self.mma_n // 2), layout)
 
     @cute.jit
     def mainloop_of_blocks(
@@ -249,17 +376,76 @@ class ScaledGemm(Gemm):
             for i in cutlass.range_constexpr(AHEAD):
                 k_tile = first + i
                 if k_tile < k_tiles:
-                    self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False)
-                    wgmma.wait_group(0)
-                    fence_operand(acc)
-                    pipeline.warpgroup_release(start + k_tile, thread)
-                    self.add_scaled(acc, total, ahead[i], first_rows)
+                    pipeline.consumer_wait(start + k_tile)
+                    for turn in cutlass.range_constexpr(self.turns):
+                        self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False, turn)
+                        wgmma.wait_group(0)
+                        fence_operand(acc)
+                        if cutlass.const_expr(turn == self.turns - 1):
+                            pipeline.warpgroup_release(start + k_tile, thread)
+                        self.add_scaled(acc, total, self.scale_products(ahead[i]), first_rows, turn)
                     following = cutlass.min(k_tile + AHEAD, k_tiles - 1)
                     ahead[i].store(self.scales_of_block(params, row, first_rows, following).load())
 
     def scale_row(self, params: ScaledParams, row, i: int):
         """Which of x's scales row `i` of a thread's has: 8 below the one before it, or the next 64 rows' first."""
         return cutlass.min(row + 8 * (i % 2) + MMA_M * (i // 2), params.mX.shape[0] - 1)
+
+    @cute.jit
+    def mainloop_of_copied(
+        self,
+        params: ScaledParams,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: list,
+        pipeline: Pipeline,
+        sScales: cute.Tensor,
+        of_lanes: cute.Tensor,
+        start: cutlass.Int32,
+        row: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """The same with scales of x that come with a stage; those of weights of WARP blocks are in as many lanes.
+
+        Args:
+            of_lanes: those of the first WARP blocks.
+            row: the first of the thread's rows of the tile.
+        """
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
+        scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            if k_tile > 0 and k_tile % WARP == 0:
+                self.scales_of_lanes(params, of_lanes, n_tile, k_tile, thread)
+            position = start + k_tile
+            pipeline.consumer_wait(position)
+            for turn in cutlass.range_constexpr(self.turns):
+                self.issue(acc, tCrX, tCrW, pipeline, position, False, turn)
+                if cutlass.const_expr(turn == 0):
+                    for i in cutlass.range_constexpr(2 * self.mma_tiles_m):
+                        scales[i] = sScales[row + 8 * (i % 2) + MMA_M * (i // 2), pipeline.stage(position)]
+                    for i in cutlass.range_constexpr(2 * self.box_blocks):
+                        scales[2 * self.mma_tiles_m + i] = cute.arch.shuffle_sync(of_lanes[i], k_tile % WARP)
+                    # What the stage's scales are for is there before it is given back.
+                    products = [
+                        [[fence_register(product) for product in of_box] for of_box in of_row]
+                        for of_row in self.scale_products(scales)
+                    ]
+                wgmma.wait_group(0)
+                fence_operand(acc)
+                if cutlass.const_expr(turn == self.turns - 1):
+                    pipeline.warp_release(position, thread % WARP)
+                self.add_scaled(acc, total, products, first_rows, turn)
+                # Added behind the next products, sums would need registers of their own.
+                fence_operand(self.part_of_turn(acc, total, turn))
+
+    def scales_of_lanes(self, params: ScaledParams, of_lanes: cute.Tensor, n_tile, first_block, thread):
+        """Weights' scales of WARP blocks of k, of which each lane has one."""
+        last = cute.ceil_div(params.mX.shape[1], self.block_k) - 1
+        first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
+        self.weight_scales(params, of_lanes, 0, first_rows, cutlass.min(first_block + thread % WARP, last))
 
     def first_weight_row(self, params: ScaledParams, n_tile, box: int):
         """The first row of weights of a box of a tile."""
@@ -272,64 +458,102 @@ class ScaledGemm(Gemm):
 
         Of a box that may lie in two blocks of rows there are two.
         """
-        row_blocks, _ = params.mWeightScale.shape
         scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
         for i in range(2 * self.mma_tiles_m):
             scales[i] = params.mXScale[self.scale_row(params, row, i), k_tile]
+        self.weight_scales(params, scales, 2 * self.mma_tiles_m, first_rows, k_tile)
+        return scales
+
+    def weight_scales(self, params: ScaledParams, scales: cute.Tensor, first: int, first_rows: list, k_tile):
+        """Those of both boxes in a block of k, from scales[first] on."""
+        row_blocks = params.mWeightScale.shape[0]
         for box in range(2):
             for part in range(self.box_blocks):
                 block = cutlass.min(first_rows[box] // GROUP + part, row_blocks - 1)
-                scales[2 * self.mma_tiles_m + box * self.box_blocks + part] = params.mWeightScale[block, k_tile]
-        return scales
+                scales[first + box * self.box_blocks + part] = params.mWeightScale[block, k_tile]
+
+    def scale_products(self, scales: cute.Tensor) -> list:
+        """Products of an x's scale and a weight's: [row of a thread][box][block of rows of weights]."""
+        rows, blocks = 2 * self.mma_tiles_m, self.box_blocks
+        return [
+            [[scales[i] * scales[rows + box * blocks + part] for part in range(blocks)] for box in range(2)]
+            for i in range(rows)
+        ]
 
     @cute.jit
-    def add_scaled(self, acc: cute.Tensor, total: cute.Tensor, scales: cute.Tensor, first_rows: list):
-        """Add wgmma's sums of a block of k, times the product of their scales."""
-        boxes = 2 * self.mma_tiles_m
+    def add_scaled(
+        self,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        products: list,
+        first_rows: list,
+        turn: cutlass.Constexpr[int],
+    ):
+        """Add wgmma's sums of a turn's block of k, times what `scale_products` returns."""
+        of_turn = cutlass.const_expr(2 // self.turns)
         for i in cutlass.range_constexpr(2 * self.mma_tiles_m):
-            for box in cutlass.range_constexpr(2):
-                products = [scales[i] * scales[boxes + box * self.box_blocks + part] for part in range(self.box_blocks)]
+            for box in cutlass.range_constexpr(turn * of_turn, (turn + 1) * of_turn):
+                of_box = products[i][box]
                 for j in cutlass.range_constexpr(self.box_n // 8):
-                    scale = products[0]
+                    scale = of_box[0]
                     if cutlass.const_expr(self.box_blocks == 2):
                         inside = first_rows[box] % GROUP + 8 * j < GROUP
-                        scale = products[0] if inside else products[1]
+                        scale = of_box[0] if inside else of_box[1]
                     for a in cutlass.range_constexpr(2):
                         at = (a, i % 2, j + box * (self.box_n // 8))
-                        total[at, i // 2, 0] = fma(acc[at, i // 2, 0], scale, total[at, i // 2, 0])
+                        of_acc = (a, i % 2, j + box % of_turn * (self.box_n // 8))
+                        total[at, i // 2, 0] = fma(acc[of_acc, i // 2, 0], scale, total[at, i // 2, 0])
 
-    def outputs(self, params: ScaledParams, total: cute.Tensor, mma_tile: int, row, first_column, thread) -> list:
+    def outputs(
+        self, params: ScaledParams, total: cute.Tensor, mma_tile: int, row, first_column, thread, turn: int = 0
+    ) -> list:
         """Sums of 64 rows through scales, bias and activation: [column pair j][row b][column a].
 
         wgmma's accumulators: a thread has columns 8 j + 2 (lane % 4) + a of rows 16 warp + lane / 4 + 8 b.
 
         Args:
             row: the first of the thread's rows.
+            turn: whose columns, where those of two are stored one after the other.
         """
-        n = params.mOut.shape[1]
-        x_scales = [cutlass.Float32(1.0)] * 2
-        if not self.blocked:
-            places = [self.scale_row(params, row, b) if self.x_rows else 0 for b in range(2)]
-            x_scales = [params.mXScale[place] for place in places]
+        x_scales = None if self.blocked else self.row_scales(params, row, mma_tile)
         found = []
-        for j in range(self.columns // 8):
+        for j in range(self.stored_columns // 8):
             columns = [first_column + 8 * j + 2 * (thread % 4) + a for a in range(2)]
             boxes = []
             for box in range(self.parts):
-                at = j + box * (self.box_n // 8)
+                at = j + (box + turn) * (self.box_n // 8)
                 sums = [total[(a, b, at), mma_tile, 0] for b in range(2) for a in range(2)]
-                boxes.append(self.with_scales(params, sums, columns, box, x_scales, n))
+                boxes.append(self.with_scales(params, sums, columns, box, x_scales, 8 * at + 2 * (thread % 4)))
             values = boxes[0] if not self.gated else self.activate(*boxes)
             found.append([values[:2], values[2:]])
         return found
 
-    def with_scales(self, params: ScaledParams, sums: list, columns: list, part: int, x_scales: list, n) -> list:
-        """Four sums, of two rows and two columns each, with their scales and the bias."""
-        if not self.blocked:
-            if self.weight_rows_scaled:
-                by_column = [bias_of(params.mWeightScale, column, part, n, self.interleaved) for column in columns]
-            else:
-                by_column = [params.mWeightScale[0]] * 2
+    def row_scales(self, params: ScaledParams, row, mma_tile: int) -> list:
+        """X's scales of a thread's two rows of 64, the first of which is `row`."""
+        return [params.rRows[2 * mma_tile + b] for b in range(2)]
+
+    def column_scales(self, params: ScaledParams, columns: list, part: int, place) -> list:
+        """The weights' scales of two neighbouring columns; arguments as `with_scales` has them."""
+        if not self.weight_rows_scaled:
+            return [params.mWeightScale[0]] * 2
+        pair = cute.make_rmem_tensor(2, cutlass.Float32)
+        address = cutlass.Int32(params.sScales.iterator.toint()) + 4 * place
+        pointer = cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.smem, assumed_align=8)
+        cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(2)), pair)
+        return [pair[0], pair[1]]
+
+    def with_scales(
+        self, params: ScaledParams, sums: list, columns: list, part: int, x_scales: list | None, place
+    ) -> list:
+        """Four sums, of two rows and two columns each, with their scales and the bias.
+
+        Args:
+            x_scales: of both rows; None where sums have their scales.
+            place: of the first column's row of weights in the tile.
+        """
+        n = params.mOut.shape[1]
+        if x_scales is not None:
+            by_column = self.column_scales(params, columns, part, place)
             sums = [sums[2 * b + a] * by_column[a] * x_scales[b] for b in range(2) for a in range(2)]
         if params.mBias is not None:
             biases = [bias_of(params.mBias, column, part, n, self.interleaved) for column in columns]
@@ -360,7 +584,10 @@ class ScaledGemm(Gemm):
                     inside = first_column + 8 * j + 2 * (thread % 4) + a < params.mOut.shape[1]
                     for b in cutlass.range_constexpr(2):
                         value = values[j][b][a]
-                        held[4 * j + 2 * b + a, mma_tile, part] = value if inside else cutlass.Float32(0.0)
+                        # The columns of a gated layer with scales of blocks are whole groups.
+                        if cutlass.const_expr(not (self.blocked and self.gated)):
+                            value = value if inside else cutlass.Float32(0.0)
+                        held[4 * j + 2 * b + a, mma_tile, part] = value
 
     @cute.jit
     def epilogue_of_groups(
@@ -427,13 +654,15 @@ class ScaledGemm(Gemm):
             row: the first of the thread's rows.
         """
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
-        (m, n), first_column = params.mOut.shape, n_tile * self.columns
-        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
-            first_row = row + mma_tile * MMA_M
-            values = self.outputs(params, total, mma_tile, first_row, first_column, thread)
+        m, n = params.mOut.shape
+        stores = cutlass.const_expr(self.columns // self.stored_columns)
+        for i in cutlass.range_constexpr(self.mma_tiles_m * stores):
+            mma_tile, turn = cutlass.const_expr(i // stores), cutlass.const_expr(i % stores)
+            first_row, first_column = row + mma_tile * MMA_M, n_tile * self.columns + turn * self.stored_columns
+            values = self.outputs(params, total, mma_tile, first_row, first_column, thread, turn)
             for b in cutlass.range_constexpr(2):
                 start = cutlass.Int64(first_row + 8 * b) * params.mOut.stride[0]
-                for j in cutlass.range_constexpr(self.columns // 8):
+                for j in cutlass.range_constexpr(self.stored_columns // 8):
                     column = first_column + 8 * j + 2 * (thread % 4)
                     if first_row + 8 * b < m and column < n:
                         pair[0], pair[1] = values[j][b]
@@ -449,8 +678,8 @@ class ScaledGemm(Gemm):
             return None
         if self.out_format is None:
             return super().sOut_layout()
-        shape = (MMA_M, self.columns, CONSUMERS)
-        plain = cute.make_layout(shape, stride=(self.columns, 1, MMA_M * self.columns))
+        columns = self.stored_columns
+        plain = cute.make_layout((MMA_M, columns, CONSUMERS), stride=(columns, 1, MMA_M * columns))
         return cute.make_composed_layout(cute.make_swizzle(self.swizzle_bits, 4, 3), 0, plain)
 
     def sOut_tile(self, sOut_layout: cute.ComposedLayout | None) -> cute.ComposedLayout | None:
@@ -460,16 +689,41 @@ class ScaledGemm(Gemm):
     @property
     def swizzle_bits(self) -> int:
         """Of an output buffer in 8 bits."""
-        return {32: 1, 64: 2, 128: 3}.get(self.columns, 0)
+        return {32: 1, 64: 2, 128: 3}.get(self.stored_columns, 0)
 
     def epilogue_copy(self, thread):
         """As the base's; in 8 bits (None, None, tCrOut), which has a word for each pair of columns of both rows."""
         if self.out_format is None:
             return super().epilogue_copy(thread)
-        return None, None, cute.make_rmem_tensor(self.columns // 8, cutlass.Int32)
+        return None, None, cute.make_rmem_tensor(self.stored_columns // 8, cutlass.Int32)
 
     @cute.jit
-    def convert(
+    def epilogue(
+        self,
+        params: ScaledParams,
+        acc: cute.Tensor,
+        sOut: cute.Tensor,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+        m_tile: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        row_tile: cutlass.Int32 | int,
+    ):
+        """As the base's, what is stored at once after the other."""
+        copies = self.epilogue_copy(thread)
+        first_row = m_tile * self.tile_m + row_tile * self.consumer_m
+        partition = self.store_partition(params, sOut)
+        stores = cutlass.const_expr(self.columns // self.stored_columns)
+        for i in cutlass.range_constexpr(self.mma_tiles_m * stores):
+            mma_tile, turn = cutlass.const_expr(i // stores), cutlass.const_expr(i % stores)
+            column_tile = n_tile * stores + turn
+            first = first_row + mma_tile * MMA_M
+            self.convert_turn(params, acc, copies[2], mma_tile, thread, first, column_tile, turn)
+            place = (first_row // MMA_M + mma_tile, column_tile)
+            self.store_rows(params, copies, sOut, partition, place, group, thread)
+
+    @cute.jit
+    def convert_turn(
         self,
         params: ScaledParams,
         acc: cute.Tensor,
@@ -477,15 +731,16 @@ class ScaledGemm(Gemm):
         mma_tile: cutlass.Constexpr[int],
         thread: cutlass.Int32,
         first_row: cutlass.Int32,
-        first_column: cutlass.Int32,
+        column_tile: cutlass.Int32,
+        turn: cutlass.Constexpr[int],
     ):
         """64 rows of sums to the output's type, with a scale that is given where it is quantised."""
         row = first_row + self.thread_row(thread)
-        values = self.outputs(params, acc, mma_tile, row, first_column, thread)
+        values = self.outputs(params, acc, mma_tile, row, column_tile * self.stored_columns, thread, turn)
         inverse = None
         if cutlass.const_expr(self.out_format is not None):
             inverse = cutlass.Float32(1.0) / params.mOutScale[0]
-        for j in cutlass.range_constexpr(self.columns // 8):
+        for j in cutlass.range_constexpr(self.stored_columns // 8):
             if cutlass.const_expr(self.out_format is not None):
                 tCrOut[j] = f32_to_e4m3(*(value * inverse for of_row in values[j] for value in of_row))
             else:
@@ -498,11 +753,11 @@ class ScaledGemm(Gemm):
         if self.out_format is None:
             super().stage_rows(copies, sOut, group, thread)
             return
-        base = cutlass.Int32(sOut.iterator.toint()) + group * (MMA_M * self.columns)
+        base = cutlass.Int32(sOut.iterator.toint()) + group * (MMA_M * self.stored_columns)
         mask = ((1 << self.swizzle_bits) - 1) << 4
-        for j in range(self.columns // 8):
+        for j in range(self.stored_columns // 8):
             for b in range(2):
-                offset = (self.thread_row(thread) + 8 * b) * self.columns + 8 * j + 2 * (thread % 4)
+                offset = (self.thread_row(thread) + 8 * b) * self.stored_columns + 8 * j + 2 * (thread % 4)
                 address = base + (offset ^ ((offset >> 3) & mask))
                 pointer = cute.make_ptr(cutlass.Int16, address, cute.AddressSpace.smem, assumed_align=2)
                 half = cutlass.Int16(copies[2][j] >> 16 * b)

@@ -20,6 +20,10 @@ class ScaledLinearSpec(ScaledGemmSpec):
     column_major: bool = False
     aligned: bool = True
 
+    @property
+    def copies_scales(self) -> bool:
+        return self.column_major
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("column_major", "aligned"):

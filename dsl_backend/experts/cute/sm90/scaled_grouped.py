@@ -21,6 +21,7 @@ from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER
 from dsl_backend.gemm.sm90.scaled_gemm import ScaledGemm
+from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.math import f32_to_e4m3
 from dsl_backend.primitives.pipeline import Pipeline
 
@@ -64,6 +65,7 @@ class ScaledGroupedGemm(GroupedGemm, ScaledGemm):
         if isinstance(scaled.config, SideBySideConfig):
             # Those of a consumer.
             self.side, self.columns = CONSUMERS, self.columns // CONSUMERS
+            self.stored_columns = self.columns
             self.epi_tile = (MMA_M, self.columns)
         if self.gathers:
             self.consumer_registers, self.producer_registers = GATHERING_REGISTERS
@@ -122,6 +124,15 @@ class ScaledGroupedGemm(GroupedGemm, ScaledGemm):
     def scale_row(self, params, row, i: int):
         """Which of x's scales row `i` of a thread's has; `row` are those of all its rows."""
         return row[i]
+
+    def row_scales(self, params, row, mma_tile: int) -> list:
+        """As the base's; `row` are two rows."""
+        return [params.mXScale[self.scale_row(params, row, b)] for b in range(2)]
+
+    def column_scales(self, params, columns: list, part: int, place) -> list:
+        """As the base's, from memory."""
+        n = params.mOut.shape[1]
+        return [bias_of(params.mWeightScale, column, part, n, self.interleaved) for column in columns]
 
     def rows_of(self, params: ScaledGroupedParams, work: WorkTile, first, thread, count: int) -> list:
         """Tokens, or rows in order, of `count` of a thread's rows from row `first` of a work tile on.

@@ -30,6 +30,9 @@ QUANTISING_US = 2.5
 # What the model of 16-bit GEMMs leaves out of the GEMM for few rows, by its k tile: it has 0.73 of what the persistent
 # GEMM took on an H100 with 64 rows, and of 93.5 us in k tiles of 256, and 97.4 us in those of 128, 0.66 and 0.63.
 FEW_ROWS = {128: 1.14, 256: 1.1}
+# The same of split-K with scales of blocks and tiles of more than 32 tokens: 64 rows took 14.5, 35.4 and 41.6 us on an
+# H200, of which it has 10.0, 21.7 and 35.4 (n x k of 6144 x 4096, 4096 x 14336 and 7168 x 16384, clusters of two).
+SPLIT_BLOCKS = 1.4
 
 
 class Choice(NamedTuple):
@@ -56,9 +59,11 @@ def choices(spec: ScaledLinearSpec, target: Target) -> list[Choice]:
 
 def estimated_us(choice: Choice, rows: int, target: Target) -> float:
     """By the cost model of 16-bit GEMMs, with the bytes and the operations of 8 bits."""
-    products_us = estimate_us(choice.config, choice.spec, rows, target)
-    if isinstance(choice.config, SmallMTiles):
-        products_us *= FEW_ROWS[choice.config.tile_k]
+    config = choice.config
+    products_us = estimate_us(config, choice.spec, rows, target, sm90.costs(choice.spec, config))
+    if isinstance(config, SmallMTiles):
+        split = choice.spec.weight.blocked and not config.stream_k and config.tokens > 32
+        products_us *= SPLIT_BLOCKS if split else FEW_ROWS[config.tile_k]
     if not choice.spec.wide:
         return products_us
     # Written and read in 4 bytes, and written in one, at what memory's stated rate gives in a microsecond.
@@ -69,7 +74,8 @@ def estimated_us(choice: Choice, rows: int, target: Target) -> float:
 def chosen(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
     """The best one for so many rows."""
     rows = INVARIANT_FOR if spec.batch_invariant else rows
-    return min(choices(spec, target), key=lambda choice: estimated_us(choice, rows, target))
+    timed = (choice for choice in choices(spec, target) if sm90.was_timed(choice.config, rows))
+    return min(timed, key=lambda choice: estimated_us(choice, rows, target))
 
 
 @lru_cache(maxsize=1 << 16)
