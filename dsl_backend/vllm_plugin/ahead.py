@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from dsl_backend import envs
-from dsl_backend.attention.rope_spec import RopeSpec
+from dsl_backend.attention.rope_spec import AnySpec
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.experts import precompile as experts_precompile
 from dsl_backend.experts import tuned
@@ -84,12 +84,12 @@ def compile_norms(vllm_config: Any, specs: Iterable[NormSpec]) -> None:
     compile_each(vllm_config, both, norm_precompile.precompile_specs_of)
 
 
-def compile_rope(vllm_config: Any, specs: Iterable[RopeSpec]) -> None:
+def compile_rope(vllm_config: Any, specs: Iterable[AnySpec]) -> None:
     """Start compiling what rotates queries and keys and writes the cache, for the page size that is known so far."""
     compile_each(vllm_config, specs, rope_precompile_specs)
 
 
-def rope_precompile_specs(spec: RopeSpec, target: Target) -> Iterator[PrecompileSpec]:
+def rope_precompile_specs(spec: AnySpec, target: Target) -> Iterator[PrecompileSpec]:
     # Imports the planner.
     from dsl_backend.attention.precompile import rope_precompile_specs_of
 

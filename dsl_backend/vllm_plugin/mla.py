@@ -179,6 +179,10 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
             planner = self.planners.of(layers[name].impl.spec(kv_cache_spec.block_size, Causality.CAUSAL))
             planner.prepare(lse=True)
             self.planners.prepare_writes(planner.spec)
+            if hasattr(layers[name], "dsl_rotation"):
+                from dsl_backend.vllm_plugin.rope import method
+
+                method.prepare(layers[name], kv_cache_spec.block_size, device)
         chosen = vllm_config.attention_config.mla_prefill_backend
         theirs: MLAPrefillBackend = self._prefill_backend
         if chosen is ensure_prefill_member() and not isinstance(theirs, DSLPrefillBackend):
@@ -270,6 +274,8 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         config = get_current_vllm_config()
         kernel = options.of(config).attention_kernel
         self.write_kernel = validation.kernel_for(Operation.WRITE_KV, kernel)
+        # Set where a launch in front of attention writes the cache: see `rope/latent_method.py`.
+        self.written_in_front = False
         dtype = torch.get_default_dtype()
         self.base_spec = AttentionSpec(
             heads_q=num_heads,
@@ -362,7 +368,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             slot_mapping: int64; rows with a negative slot are skipped.
             skip_scale: from vLLM 0.33 on: the scale is 1. Not used, since dividing by 1 gives the same bytes.
         """
-        if kv_cache.numel() == 0 or slot_mapping.numel() == 0:
+        if self.written_in_front or kv_cache.numel() == 0 or slot_mapping.numel() == 0:
             return
         keys, latent, rope = self.split(kv_cache)
         scale = k_scale if self.base_spec.is_fp8_kv else None

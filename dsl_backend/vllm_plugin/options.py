@@ -37,7 +37,8 @@ class Options(BaseModel):
             not serve are vLLM's. By default each layer gets the best kernel that serves.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
             SM90.
-        rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms.
+        rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms,
+            but `measured` is vLLM's for MLA.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of the drawn ones; `measured` is
             vLLM's, because none was measured to be faster.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
@@ -87,9 +88,21 @@ def against_kernels(vllm_config: Any, key: str, target: Target) -> str:
     if served_by is ServedBy.VLLM:
         return f"additional_config['dsl']['{key}'] is vllm"
     if served_by is ServedBy.MEASURED and target.kernel_arch != "sm90":
-        asked = f"""--additional-config '{{"dsl": {{"{key}": "dsl"}}}}' has dsl serve them"""
-        return f"models that dsl serves were measured on sm_90a, and not on {target.arch}: {asked}"
+        return f"models that dsl serves were measured on sm_90a, and not on {target.arch}: {asked(key)}"
     return ""
+
+
+def against_unmeasured(vllm_config: Any, key: str, what: str) -> str:
+    """Why an option leaves to vLLM what was not measured on any GPU; empty where `dsl` is asked for."""
+    served_by = getattr(of(vllm_config), key)
+    if served_by is ServedBy.VLLM:
+        return f"additional_config['dsl']['{key}'] is vllm"
+    return "" if served_by is ServedBy.DSL else f"{what} was not measured in served models: {asked(key)}"
+
+
+def asked(key: str) -> str:
+    """How a user has dsl serve what an option names."""
+    return f"""--additional-config '{{"dsl": {{"{key}": "dsl"}}}}' has dsl serve them"""
 
 
 def of(vllm_config: Any) -> Options:

@@ -264,10 +264,10 @@ def test_reloaded_weights_are_used(served: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_graphs_are_cut_where_the_cache_is_written(served: Any) -> None:
-    cut = SimpleNamespace(splitting_ops=[serve.ATTENDS], pass_config=SimpleNamespace())
+    cut = SimpleNamespace(splitting_ops=[serve.DENSE.attends], pass_config=SimpleNamespace())
     for number in range(2):
         served(Plain(f"a.{number}.attn"), compilation_config=cut)
-    assert cut.splitting_ops == [serve.ATTENDS, "dsl_backend::rope_write_kv_layer"]
+    assert cut.splitting_ops == [serve.DENSE.attends, "dsl_backend::rope_write_kv_layer"]
     whole = SimpleNamespace(splitting_ops=[], pass_config=SimpleNamespace())
     served(Plain("b.attn"), compilation_config=whole)
     assert whole.splitting_ops == []

@@ -4,13 +4,13 @@
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
 from dsl_backend.attention import rope_dispatch
-from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle
+from dsl_backend.attention.rope_spec import MLARopeSpec, RopeSpec, RopeStyle
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
@@ -22,8 +22,12 @@ from dsl_backend.vllm_plugin.rope.forward_source import Form, OtherForm, form_of
 ROTATES = ("forward_native", "forward_static", "forward_cuda", "forward_cpu", "forward")
 
 
+FormT = TypeVar("FormT")
+SpecT = TypeVar("SpecT", RopeSpec, MLARopeSpec)
+
+
 @dataclass(frozen=True)
-class Rotation:
+class Rotation(Generic[FormT, SpecT]):
     """How a module is served.
 
     Attributes:
@@ -33,8 +37,8 @@ class Rotation:
         kernel: that the user asked for by name.
     """
 
-    form: Form
-    spec: RopeSpec
+    form: FormT
+    spec: SpecT
     eps: float
     kernel: str | None
 
@@ -73,7 +77,7 @@ def modules(model: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
                 yield f"{name}.{attribute}", (parent, attribute)
 
 
-def judge(parent: Any, attribute: str, vllm_config: Any, target: Target) -> Rotation | str:
+def judge(parent: Any, attribute: str, vllm_config: Any, target: Target) -> Rotation[Form, RopeSpec] | str:
     """How an attention module is served, or why it stays vLLM's."""
     attention = getattr(parent, attribute)
     if reason := against_attention(attention):

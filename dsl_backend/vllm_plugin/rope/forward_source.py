@@ -62,6 +62,11 @@ def form_of(module: nn.Module, attention: str) -> Form:
     Args:
         attention: the attribute of its attention.
     """
+    return Reading(module, parsed(module), attention).form()
+
+
+def parsed(module: nn.Module) -> ast.FunctionDef:
+    """The `forward` of a module's class. Raises OtherForm: its source cannot be read."""
     kind = type(module)
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))).body
@@ -69,7 +74,7 @@ def form_of(module: nn.Module, attention: str) -> Form:
         raise OtherForm(f"the source of {kind.__name__} cannot be read") from None
     if not isinstance(function, ast.FunctionDef):
         raise OtherForm(f"{kind.__name__}.forward is no function")
-    return Reading(module, function, attention).form()
+    return function
 
 
 class Reading:

@@ -9,7 +9,7 @@ import torch
 from dsl_backend.attention import rope
 from dsl_backend.attention.rope_spec import RopeSpec, RopeTensors
 from dsl_backend.runtime.op import register_op
-from dsl_backend.vllm_plugin.rope.find import Rotation
+from dsl_backend.vllm_plugin.rope.find import Rotation, SpecT
 from dsl_backend.vllm_plugin.rope.forward_source import Form
 
 NAME = "rope_write_kv_layer"
@@ -32,7 +32,7 @@ def rope_write_kv(
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
     _, layer, cache, slots = get_attention_context(layer_name)
-    rotation: Rotation = layer.dsl_rotation
+    rotation: Rotation[Form, RopeSpec] = layer.dsl_rotation
     sizes = rotation.form.sizes
     parts = qkv.split_with_sizes(sizes, 1)
     q, key, value = (part.view(len(qkv), -1, layer.head_size) for part in parts)
@@ -65,13 +65,13 @@ def rope_write_kv_fake(
 ROPE_WRITE_KV = register_op(NAME, rope_write_kv, fake=rope_write_kv_fake)
 
 
-def with_page_size(spec: RopeSpec, page_size: int) -> RopeSpec:
+def with_page_size(spec: SpecT, page_size: int) -> SpecT:
     return spec if spec.layer.page_size == page_size else replace(spec, layer=replace(spec.layer, page_size=page_size))
 
 
 def prepare(layer: Any, page_size: int, device: torch.device) -> None:
     """Compile what a served attention layer needs with a cache of that page size."""
-    rotation: Rotation = layer.dsl_rotation
+    rotation: Rotation[Any, Any] = layer.dsl_rotation
     rope.writer(with_page_size(rotation.spec, page_size), device, rotation.kernel).prepare()
 
 

@@ -317,7 +317,7 @@ def test_dense_layers_refuse_latent_ones() -> None:
 
 def test_spec_as_text() -> None:
     assert str(BY_ID["deepseek"].spec) == (
-        "3/1 heads of 576/512, bfloat16, page 64, causal, mla, 64 elements rotated in gptj's style, bfloat16 table, "
+        "3/1 heads of (576, 512), bfloat16, page 64, causal mla, 64 elements rotated in gptj's style, bfloat16 table, "
         "512 normalised by bfloat16 weights"
     )
 
