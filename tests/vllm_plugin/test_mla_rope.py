@@ -20,7 +20,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from dsl_backend.attention import rope
+from dsl_backend.attention import api, rope
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.numerics import assert_within_budget
@@ -176,6 +176,15 @@ def test_results(q_latent: int | None, served: Any) -> None:
     at = (step.slots[kept] // PAGE, step.slots[kept] % PAGE)
     assert torch.equal(found[4][at], torch.cat(found[2:4], 1)[kept])
     assert found[4].any(-1).sum() == kept.sum()
+
+
+def test_vllms_own_write_writes_nothing(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(layer())
+    monkeypatch.setattr(api, "write_kv", lambda *_, **__: pytest.fail("the cache is written twice"))
+    with pytest.raises(pytest.fail.Exception):
+        step.run()
+    served(step.module)
+    assert step.run()[4].any()
 
 
 def test_an_fp8_cache_is_divided_by_its_scale(afresh: VllmConfig, served: Any) -> None:
