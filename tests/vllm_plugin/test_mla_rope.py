@@ -278,6 +278,45 @@ def test_engines_that_are_left_alone(served: Any, changes: dict[str, Any], says:
     assert step.run()[4].any()
 
 
+class Direct(MultiHeadLatentAttentionWrapper):
+    """In the form of older versions of vLLM: projections are called where they are named."""
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, llama_4_scaling: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self.q_lora_rank is not None:
+            q_c, kv_lora = self.fused_qkv_a_proj(hidden_states)[0].split(
+                [self.q_lora_rank, self.kv_lora_rank + self.qk_rope_head_dim], dim=-1
+            )
+            q = self.q_b_proj(self.q_a_layernorm(q_c))[0]
+        else:
+            kv_lora = self.kv_a_proj_with_mqa(hidden_states)[0]
+            q = self.q_proj(hidden_states)[0]
+        kv_c, k_pe = kv_lora.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        kv_c_normed = self.kv_a_layernorm(kv_c)
+        q = q.view(-1, self.num_heads, self.qk_head_dim)
+        k_pe = k_pe.unsqueeze(1)
+        q[..., self.qk_nope_head_dim :], k_pe = self.rotary_emb(positions, q[..., self.qk_nope_head_dim :], k_pe)
+        if llama_4_scaling is not None:
+            q *= llama_4_scaling
+        attended = self.mla_attn(
+            q, kv_c_normed, k_pe, output_shape=(hidden_states.shape[0], self.num_heads * self.v_head_dim)
+        )
+        return self.o_proj(attended)[0]
+
+
+@pytest.mark.parametrize("q_latent", [None, Q_LATENT])
+def test_older_forms_are_served(q_latent: int | None, served: Any) -> None:
+    found = []
+    for kind in (Direct, MultiHeadLatentAttentionWrapper):
+        get_current_vllm_config().compilation_config.static_forward_context.clear()
+        step = Step(layer(q_latent, kind))
+        served(step.module)
+        assert is_served(step.module)
+        found.append(step.run())
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 class Other(MultiHeadLatentAttentionWrapper):
     """Another layer: keys are rotated and nothing is normalised."""
 
