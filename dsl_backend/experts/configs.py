@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
 
-from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.configs import arch_kernels, deepest
 from dsl_backend.gemm.cost import GEMM, combined, small_m_ns
 from dsl_backend.gemm.sizes import BLOCK_K, ceil_div
@@ -27,8 +27,6 @@ class Kind(enum.Enum):
     # As GROUPED, of more tiles: the second product's weights are requested early, and on SM90 products without rows are
     # left out. Taken by name alone: 1 to 3 % faster in two rows (H200), not timed in others.
     OVERLAPPED = "overlapped"
-    # As DECODE, with so few stages that CTAs of both products run on an SM at once. By name alone: slower (H200).
-    RESIDENT = "resident"
 
 
 # What dispatch chooses among: timed at all sizes.
@@ -51,10 +49,13 @@ TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
 MORE_TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
     "sm90": (
         *(sm90.GemmConfig(tile_m=128, box_n=box_n) for box_n in (120, 96)),
-        sm90.GemmConfig(tile_m=128, box_n=64, pingpong=True),
+        *(sm90.GemmConfig(tile_m=tile_m, box_n=64, pingpong=True) for tile_m in (128, 192)),
+        sm90.GemmConfig(tile_m=256, box_n=64),
     ),
     "sm100": (),
 }
+# Rows of a block that is multiplied as a whole, or left out.
+BLOCK = 64
 # Numbers of tokens that candidates are chosen for; what is best in between is best for one of these, or nearly.
 PROBED_TOKENS = tuple(1 << i for i in range(18))
 # Fitted to 24 timings of grouped GEMMs and 15 of the kernels for few on an H100, of the benchmark's layers with 1 to
@@ -68,8 +69,6 @@ GROUPED_MEMORY, REUSED = 0.94, 0.7
 SLOWED_TOKENS = 1300
 # Tokens that the kernels for few are for at most: with more of them products take longer than the weights.
 DECODE_TOKENS = 128
-# Bytes of an SM's shared memory that each CTA takes beside what it may have.
-RESERVED_BYTES = 1024
 # Bytes that a table in shared memory is aligned to.
 TABLE_ALIGNMENT = 16
 
@@ -81,7 +80,7 @@ class ExpertsConfig:
     Attributes:
         first, second: tiles of the products, of equally many rows.
         prefetches: the second product requests the weights of its first stages before the first one has ended.
-        trims: on SM90, a consumer without rows in a tile that consumers share multiplies nothing.
+        trims: on SM90, blocks of a tile's rows that have no rows are not multiplied.
     """
 
     first: GemmTiles
@@ -151,12 +150,13 @@ def table_bytes(spec: ExpertsSpec, tiles: SmallMTiles) -> int:
 
 @cache
 def products(spec: ExpertsSpec) -> tuple[GemmSpec, GemmSpec]:
-    """Both products as GEMMs; where there is a bias, or a scale, as with one."""
+    """Both products as GEMMs; the router's weight, where it is multiplied into the input, is like a bias."""
     dtypes, hidden, width = Dtypes.of(spec.dtype), spec.hidden_size, spec.intermediate_size
+    bias = spec.w13_bias or spec.router_weights is RouterWeights.INPUT
     first = GemmSpec(
-        n=width, k=hidden, dtypes=dtypes, activation=spec.activation, interleaved=spec.interleaved, bias=True
+        n=width, k=hidden, dtypes=dtypes, activation=spec.activation, interleaved=spec.interleaved, bias=bias
     )
-    return first, GemmSpec(n=hidden, k=width, dtypes=dtypes, bias=True)
+    return first, GemmSpec(n=hidden, k=width, dtypes=dtypes, bias=spec.w2_bias)
 
 
 def fitting(gemm: GemmSpec, target: Target, more: bool = False) -> list[GemmTiles]:
@@ -197,9 +197,8 @@ def estimated_ns(
     weights = config.weight_rows * BLOCK_K * gemm.dtypes.weight.itemsize
     x = tokens * spec.topk / m_tiles * BLOCK_K * gemm.dtypes.x.itemsize
     multiplied: float = config.tile_m
-    if trims and not config.overlaps_epilogue:
-        half = config.tile_m // 2
-        multiplied = min(multiplied, half * spec.num_experts * tiles_of_expert(spec, tokens, half) / m_tiles)
+    if trims:
+        multiplied = min(multiplied, BLOCK * spec.num_experts * tiles_of_expert(spec, tokens, BLOCK) / m_tiles)
     flops = 2 * multiplied * config.weight_rows * BLOCK_K
     step = combined(
         GEMM.power,
@@ -261,11 +260,8 @@ def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, 
     if kind in (Kind.GROUPED, Kind.OVERLAPPED):
         return pairs_of_tiles(spec, target, kind is Kind.OVERLAPPED)
     first, _ = products(spec)
-    smem_bytes = target.smem_bytes
-    if kind is Kind.RESIDENT:
-        smem_bytes = (smem_bytes + RESERVED_BYTES) // 2 - RESERVED_BYTES
     fit = (
-        deepest(tiles, first, smem_bytes - table_bytes(spec, tiles))
+        deepest(tiles, first, target.smem_bytes - table_bytes(spec, tiles))
         for tiles in arch_kernels(target).small_m
         if isinstance(tiles, SmallMTiles) and tiles.stream_k and tiles.tile_tokens <= DECODE_TOKENS
     )

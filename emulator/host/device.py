@@ -23,7 +23,7 @@ from emulator.host.runtime import (
 )
 from emulator.host.tensors import DeviceView, require_cpu
 
-SCHEDULES = ("eager", "lazy", "random", "clock")
+SCHEDULES = ("eager", "lazy", "random", "late", "clock")
 DEFAULT_SMS = 4
 PORTABLE_CLUSTER = 8
 
@@ -269,9 +269,10 @@ def device(
 
     Args:
         sms: that host code sees.
-        schedule: `eager`, `lazy` or `random`: when asynchronous work is done. `clock`: as `eager`, of some clusters of
-            each grid, and the machine's `times` say how long a chip takes for the whole.
-        seed: of the random schedule.
+        schedule: `eager`, `lazy` or `random`: when asynchronous work is done. `late`: as `eager`, and one warp of each
+            CTA continues only when no other warp can. `clock`: as `eager`, of some clusters of each grid, and the
+            machine's `times` say how long a chip takes for the whole.
+        seed: of the random schedule; of `late`, the number of the warp that is held back.
         strict: what is only a warning, since kernels in production do it, counts as an error as well.
         line_info: have the PTX say which source lines it comes from, for findings to name them.
         machine: what runs the launches, in place of the emulator's own.

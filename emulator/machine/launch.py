@@ -289,9 +289,18 @@ class Run:
     def _turn(self) -> bool:
         runners = [runner for cluster in self.clusters.values() for runner in cluster.runners if not runner.done]
         moved, before = False, self.progress
+        late = []
         for position in self.tasks.shuffled(len(runners)):
-            moved |= runners[position].step()
+            runner = runners[position]
+            if self.tasks.holds_back(runner.number, len(runner.cta.runners)):
+                late.append(runner)
+                continue
+            moved |= runner.step()
             self.tasks.turn()
+        if self.progress == before:
+            # The others may run in a loop until they see something.
+            for runner in late:
+                moved |= runner.step()
         if not moved and self.progress == before:
             # Nobody can continue by itself: the time for what was issued, then for waits with a limit.
             moved = self.tasks.run_one()

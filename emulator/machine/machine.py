@@ -17,8 +17,8 @@ class Machine:
     Args:
         arch: such as sm_100a.
         sms: that run CTAs at the same time, one each.
-        schedule: eager, lazy or random: when asynchronous work is done.
-        seed: of the random schedule.
+        schedule: eager, lazy, random or late: when asynchronous work is done, and whether a warp is held back.
+        seed: of the random schedule; of late, the warp that is held back.
         limit: warp instructions of a launch, after which it counts as endless.
 
     Attributes:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous work that was issued and is not done: when it is done is up to the schedule.
 
-The three schedules are adversaries of a kernel's synchronization: `eager` does everything at once, `lazy` does a piece
-of work only when no warp can continue without one, `random` draws between the two at every turn.
+The schedules are adversaries of a kernel's synchronization: `eager` does everything at once, `lazy` does a piece of work
+only when no warp can continue without one, `random` draws between the two at every turn. `late` does everything at once
+too, and lets one warp of each CTA continue only when no other warp can.
 """
 
 import random
@@ -28,11 +29,13 @@ class Tasks:
     """The work of all CTAs that run. Of one queue the first comes first; queues have no order among them.
 
     Args:
-        schedule: eager, lazy or random.
+        schedule: eager, lazy, random or late.
+        seed: of the random schedule; of late, the warp that is held back.
     """
 
     def __init__(self, schedule: str, seed: int) -> None:
-        self._eager = schedule == "eager"
+        self._eager = schedule in ("eager", "late")
+        self._late = seed if schedule == "late" else None
         self._random = random.Random(seed) if schedule == "random" else None
         self._queues: dict[Hashable, deque[Task]] = {}
         self._loose = 0
@@ -74,6 +77,10 @@ class Tasks:
         if self._random is not None:
             self._random.shuffle(order)
         return order
+
+    def holds_back(self, warp: int, warps: int) -> bool:
+        """Whether a warp, of so many of its CTA, continues only when others cannot."""
+        return self._late is not None and self._late % warps == warp
 
     @property
     def is_random(self) -> bool:

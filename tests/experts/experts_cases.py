@@ -36,6 +36,15 @@ CONFIGS: dict[str, Config] = {
     "narrow": ExpertsConfig(first=NARROW, second=replace(PINGPONG, band=2)),
     "tall": ExpertsConfig(first=replace(SPLIT, tile_m=256, box_n=24), second=replace(SPLIT, tile_m=256, stages=3)),
     "overlap": ExpertsConfig(first=SPLIT, second=replace(SPLIT, stages=3), prefetches=True, trims=True),
+    "blocks": ExpertsConfig(
+        first=replace(SPLIT, tile_m=256),
+        second=replace(SPLIT, tile_m=256, box_n=24, stages=3),
+        prefetches=True,
+        trims=True,
+    ),
+    "blocks in turn": ExpertsConfig(
+        first=replace(PINGPONG, tile_m=192, box_n=16), second=replace(NARROW, tile_m=192), prefetches=True, trims=True
+    ),
 }
 
 # Of the same names.
@@ -50,6 +59,7 @@ CONFIGS_SM100: dict[str, Config] = {
         first=sm100.GemmConfig(box_n=32, stages=2), second=sm100.GemmConfig(box_n=16, stages=3), prefetches=True
     ),
 }
+CONFIGS_SM100 |= dict.fromkeys(("blocks", "blocks in turn"), CONFIGS_SM100["overlap"])
 
 
 def decode(first: SmallMTiles, second: SmallMTiles | None = None) -> DecodeConfig:
@@ -153,6 +163,15 @@ EMULATED = [
         why="fewer k tiles than stages",
         case=replace(MANY, tokens=70, num_experts=2, topk=1, routing="one"),
         config="overlap",
+    ),
+    *(
+        Emulated(
+            id=name,
+            why="all, some and none of a consumer's blocks of rows are multiplied",
+            case=replace(MANY, tokens=420, num_experts=4, topk=1, routing="zipf", width=136),
+            config=name,
+        )
+        for name in ("blocks", "blocks in turn")
     ),
     Emulated(
         id="deep",

@@ -186,8 +186,7 @@ def bind(spec: ExpertsSpec, target: Target, workspace: Workspace, kind: Kind | N
     """The kernels for any number of tokens; those of a kind, if one is named."""
 
     def launch(operands: ExpertsOperands) -> None:
-        few = kind in (Kind.DECODE, Kind.RESIDENT)
-        for part in parts_of(operands, DECODE_TOKENS) if few else (operands,):
+        for part in parts_of(operands, DECODE_TOKENS) if kind is Kind.DECODE else (operands,):
             config, ctas, function = chosen(spec, part.x.shape[0], target, kind, toolkit.libraries())
             run(function, spec, config, part, ctas, workspace)
 
@@ -210,4 +209,3 @@ def parts_of(operands: ExpertsOperands, most: int) -> Iterator[ExpertsOperands]:
 bind_grouped = partial(bind, kind=Kind.GROUPED)
 bind_decode = partial(bind, kind=Kind.DECODE)
 bind_overlapped = partial(bind, kind=Kind.OVERLAPPED)
-bind_resident = partial(bind, kind=Kind.RESIDENT)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped GEMM on SM90; consumers, pipeline and staging of the output are those of `gemm/sm90/gemm.py`."""
 
+from copy import copy
+
 import cutlass
 from cutlass import cute
+from cutlass.cute.nvgpu import warpgroup as wgmma
 
 from dsl_backend.experts.cute.grouped import VECTOR_BYTES, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
@@ -90,15 +93,70 @@ class GroupedGemm(GroupedProduct, Gemm):
             tile = start + i * stride
             self.await_order(tile, group)
             work = self.work_tile(params, schedule, tile)
-            multiplied = k_tiles
-            if cutlass.const_expr(self.trims and not self.pingpong):
-                if row_tile * self.consumer_m >= work.rows:
-                    multiplied = cutlass.Int32(0)
-            self.mainloop(tiled_mma, acc, tCrX, tCrW, pipeline, tile * k_tiles, multiplied, thread)
-            if cutlass.const_expr(self.trims and not self.pingpong):
-                self.pass_stages(pipeline, tile * k_tiles, multiplied, k_tiles, thread)
+            operands = (acc, tCrX, tCrW)
+            if cutlass.const_expr(self.trims):
+                rows = work.rows - row_tile * self.consumer_m
+                self.trimmed_mainloop(tiled_mma, operands, pipeline, tile * k_tiles, k_tiles, rows, thread)
+            else:
+                self.mainloop(tiled_mma, *operands, pipeline, tile * k_tiles, k_tiles, thread)
             self.finish_mainloop(pipeline, acc, tile, schedule.count, k_tiles, group, thread)
             self.epilogue(params, acc, sOut, work, row_tile * self.consumer_m, group, thread)
+
+    @cute.jit
+    def trimmed_mainloop(
+        self,
+        tiled_mma: cute.TiledMma,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+        rows: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Products of those blocks of 64 of a consumer's rows that have some of `rows`; there may be none."""
+        for blocks in cutlass.range_constexpr(1, self.mma_tiles_m + 1):
+            # Each way has its own: issuing products changes it.
+            of_blocks = copy(tiled_mma)
+            count = k_tiles
+            if rows <= (blocks - 1) * MMA_M:
+                count = cutlass.Int32(0)
+            if cutlass.const_expr(blocks < self.mma_tiles_m):
+                if rows > blocks * MMA_M:
+                    count = cutlass.Int32(0)
+            self.mainloop_of_blocks(of_blocks, operands, pipeline, start, count, thread, blocks)
+        if rows <= 0:
+            self.pass_stages(pipeline, start, cutlass.Int32(0), k_tiles, thread)
+
+    @cute.jit
+    def mainloop_of_blocks(
+        self,
+        tiled_mma: cute.TiledMma,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+        thread: cutlass.Int32,
+        blocks: cutlass.Constexpr[int],
+    ):
+        """As `Gemm.mainloop`, for the first blocks of 64 rows alone."""
+        acc, tCrX, tCrW = operands
+        tiled_mma.set(wgmma.Field.ACCUMULATE, False)
+        for k_tile in cutlass.range(k_tiles, unroll=1):
+            position = start + k_tile
+            stage = pipeline.stage(position)
+            pipeline.consumer_wait(position)
+            wgmma.fence()
+            for k_block in cutlass.range_constexpr(cute.size(tCrX, mode=[2])):
+                for block in cutlass.range_constexpr(blocks):
+                    of_block = cute.append_ones(tCrX[None, block, k_block, stage], up_to_rank=2)
+                    acc_block = cute.append_ones(acc[None, block, None], up_to_rank=3)
+                    cute.gemm(tiled_mma, acc_block, of_block, tCrW[None, None, k_block, stage], acc_block)
+                tiled_mma.set(wgmma.Field.ACCUMULATE, True)
+            wgmma.commit_group()
+            # The k tile before this one is done.
+            wgmma.wait_group(1)
+            if k_tile > 0:
+                pipeline.warpgroup_release(position - 1, thread)
 
     @cute.jit
     def pass_stages(
@@ -112,6 +170,9 @@ class GroupedGemm(GroupedProduct, Gemm):
         """Release the stages of a tile from k tile `first` on, unread; the last one stays, as `mainloop` leaves it."""
         for k_tile in cutlass.range(first, k_tiles, unroll=1):
             pipeline.consumer_wait(start + k_tile)
+            # No product holds the warps together: one that is behind would miss the phase that it waits for.
+            group = cute.arch.thread_idx()[0] // WARPGROUP
+            cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
             if k_tile > 0:
                 pipeline.warpgroup_release(start + k_tile - 1, thread)
 
