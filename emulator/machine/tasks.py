@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous work that was issued and is not done: when it is done is up to the schedule.
 
-The schedules are adversaries of a kernel's synchronization: `eager` does everything at once, `lazy` does a piece of work
-only when no warp can continue without one, `random` draws between the two at every turn. `late` does everything at once
-too, and lets one warp of each CTA continue only when no other warp can.
+The schedules are adversaries of a kernel's synchronization: `eager` does everything at once, `lazy` does a piece of
+work only when no warp can continue without one, `random` draws between the two at every turn. `late` does everything at
+once too, and lets one warp of each CTA continue only when no other warp can.
 """
 
 import random

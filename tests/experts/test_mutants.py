@@ -30,6 +30,8 @@ TALL = Emulated(id="tall", why="", case=replace(MANY, tokens=250, num_experts=2,
 # More than a warp's lanes: other warps than the one that scans have counted some of them.
 MORE_EXPERTS = Emulated(id="more-experts", why="", case=replace(MANY, tokens=40, num_experts=40), config="split")
 SPREAD = replace(RAGGED, routing_ctas=3)
+# Of the second consumer, which has no rows in a short tile; not the warp that releases its stages.
+LATE_WARP = 5
 BARRIER = "cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)"
 MISTAKES = [
     (RAGGED, Mistake("x is not fenced", grouped, "cp_async(WARPGROUP)", "type(cp_async(1))(WARPGROUP + 1)")),
@@ -126,13 +128,22 @@ MISTAKES = [
         Mistake(
             "stages are passed unseen",
             sm90_grouped,
-            "            pipeline.consumer_wait(start + k_tile)\n            if k_tile > 0:",
-            "            if k_tile > 0:",
+            "            pipeline.consumer_wait(start + k_tile)\n            # No product",
+            "            # No product",
         ),
     ),
     (
         KNOWN["overlap"],
-        Mistake("rows are skipped", sm90_grouped, "self.consumer_m >= work.rows", "self.consumer_m >= 1"),
+        Mistake("rows are skipped", sm90_grouped, "rows = work.rows - row_tile", "rows = 1 - row_tile"),
+    ),
+    (
+        KNOWN["overlap"],
+        Mistake("a warp misses a stage that is passed", sm90_grouped, f"{BARRIER}\n            if k_tile", "if k_tile"),
+    ),
+    (KNOWN["blocks"], Mistake("a block is left out", sm90_grouped, "range_constexpr(blocks)", "range_constexpr(1)")),
+    (
+        KNOWN["blocks"],
+        Mistake("more blocks than rows", sm90_grouped, "if rows > blocks * MMA_M:", "if rows > 0:"),
     ),
     (
         MORE_EXPERTS,
@@ -217,11 +228,11 @@ def build(key: ExpertsKey) -> Function:
 
 
 def emulate(one: Emulated) -> None:
-    """Compile, then run and judge under two orders of events."""
+    """Compile, then run and judge under three orders of events."""
     spec, config = one.case.spec, one.tiles()
-    for schedule in ("lazy", "random"):
+    for schedule, seed in (("lazy", 1), ("random", 1), ("late", LATE_WARP)):
         given = tensors(one.case, "cpu")
-        with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=1, strict=True):
+        with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=seed, strict=True):
             host.run(build(host.key_of(spec, config)), spec, config, given, one.ctas(), Workspace(given.x.device))
         judge(one.case, given)
 

@@ -490,6 +490,39 @@ def test_a_kernel_without_an_end() -> None:
     assert kinds(machine) == [Kind.DEADLOCK]
 
 
+# Warps 0 and 2 complete two phases, one after the other; warp 1 waits for the first.
+TWO_PHASES = """
+mov.u32 %r5, shared;
+mov.u32 %r4, %tid.x;
+setp.eq.u32 %p1, %r4, 0;
+@%p1 mbarrier.init.shared.b64 [%r5+1024], 1;
+bar.sync 0;
+shr.u32 %r6, %r4, 5;
+setp.eq.u32 %p2, %r6, 1;
+@%p2 bra LOOK;
+@%p1 mbarrier.arrive.shared.b64 _, [%r5+1024];
+bar.sync 1, 64;
+bar.sync 1, 64;
+{between}
+@%p1 mbarrier.arrive.shared.b64 _, [%r5+1024];
+bra END;
+LOOK:
+{wait}
+{after}
+END:
+"""
+
+
+@pytest.mark.parametrize(("schedule", "seed", "found"), [("eager", 0, False), ("late", 0, False), ("late", 1, True)])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_warp_that_is_late_misses_its_phase(schedule: str, seed: int, found: bool, ordered: bool) -> None:
+    """Phases are told apart by one bit; nothing else but an order of the second one behind its wait helps."""
+    sync = "bar.sync 2, 96;" if ordered else ""
+    body = TWO_PHASES.format(between=sync, wait=WAIT.format(parity=0), after=sync)
+    machine = run(body, block=96, schedule=schedule, seed=seed)
+    assert kinds(machine) == ([Kind.DEADLOCK] if found and not ordered else [])
+
+
 def test_a_wait_may_give_up_before_its_phase_is_complete() -> None:
     """try_wait has a time limit of the system's: a kernel that does not come back reads too early."""
     body = """
