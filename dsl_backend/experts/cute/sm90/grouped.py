@@ -123,12 +123,12 @@ class GroupedGemm(GroupedProduct, Gemm):
             if cutlass.const_expr(blocks < self.mma_tiles_m):
                 if rows > blocks * MMA_M:
                     count = cutlass.Int32(0)
-            self.mainloop_of_blocks(of_blocks, operands, pipeline, start, count, thread, blocks)
+            self.row_blocks_mainloop(of_blocks, operands, pipeline, start, count, thread, blocks)
         if rows <= 0:
             self.pass_stages(pipeline, start, cutlass.Int32(0), k_tiles, thread)
 
     @cute.jit
-    def mainloop_of_blocks(
+    def row_blocks_mainloop(
         self,
         tiled_mma: cute.TiledMma,
         operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
