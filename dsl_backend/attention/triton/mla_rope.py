@@ -89,20 +89,21 @@ def rope_write_mla_kernel(inputs, outputs, scale, slots, pages, table_rows, eps,
     page, in_page = slot // LATENT.page_size, slot % LATENT.page_size
     writes = (slot >= 0) & (page < pages)
     to = cached_row(outputs.cache, page, in_page, 0)
+    # Triton wants one type of a name in both branches, and the parts have different sizes.
     if part == heads:
-        row = head_row(row_of(inputs.rope, token, 0), None, table, eps, ROPE)
-        store_row(row, row_of(outputs.rope_out, token, 0), ROPE.dim, ROPE.block_d, LATENT.e5m2)
+        rope = head_row(row_of(inputs.rope, token, 0), None, table, eps, ROPE)
+        store_row(rope, row_of(outputs.rope_out, token, 0), ROPE.dim, ROPE.block_d, LATENT.e5m2)
         if writes:
             if scale is not None:
-                row = row / tl.load(scale)
-            store_row(row, to + LATENT.dim, ROPE.dim, ROPE.block_d, LATENT.e5m2)
+                rope = rope / tl.load(scale)
+            store_row(rope, to + LATENT.dim, ROPE.dim, ROPE.block_d, LATENT.e5m2)
     else:
-        row = latent_row(row_of(inputs.latent, token, 0), inputs.weight, eps, LATENT)
-        store_row(row, row_of(outputs.latent_out, token, 0), LATENT.dim, LATENT.block_d, LATENT.e5m2)
+        latent = latent_row(row_of(inputs.latent, token, 0), inputs.weight, eps, LATENT)
+        store_row(latent, row_of(outputs.latent_out, token, 0), LATENT.dim, LATENT.block_d, LATENT.e5m2)
         if writes:
             if scale is not None:
-                row = row / tl.load(scale)
-            store_row(row, to, LATENT.dim, LATENT.block_d, LATENT.e5m2)
+                latent = latent / tl.load(scale)
+            store_row(latent, to, LATENT.dim, LATENT.block_d, LATENT.e5m2)
 
 
 @cache
