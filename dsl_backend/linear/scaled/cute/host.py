@@ -29,9 +29,10 @@ from dsl_backend.runtime.workspace import Workspace
 QUANTISING_US = 2.5
 # What the model of 16-bit GEMMs leaves out of the GEMM for few rows, by its k tile: it has 0.73 of what the persistent
 # GEMM took on an H100 with 64 rows, and of 93.5 us in k tiles of 256, and 97.4 us in those of 128, 0.66 and 0.63.
-FEW_ROWS = {128: 1.14, 256: 1.1}
-# The same of split-K with scales of blocks and tiles of more than 32 tokens: 64 rows took 14.5, 35.4 and 41.6 us on an
-# H200, of which it has 10.0, 21.7 and 35.4 (n x k of 6144 x 4096, 4096 x 14336 and 7168 x 16384, clusters of two).
+# On an H200, 64 rows in k tiles of 256 took 19.2 and 33.1 us where it has 20.0 and 31.6.
+FEW_ROWS = {128: 1.14, 256: 1.05}
+# The same of split-K with scales of blocks: 64 rows took 34.6 and 41.1 us on an H200, of which it has 19.1 and 31.0
+# (n x k of 4096 x 14336 and 7168 x 16384, clusters of two), 16 rows 26.1 of 15.6.
 SPLIT_BLOCKS = 1.4
 
 
@@ -62,7 +63,7 @@ def estimated_us(choice: Choice, rows: int, target: Target) -> float:
     config = choice.config
     products_us = estimate_us(config, choice.spec, rows, target, sm90.costs(choice.spec, config))
     if isinstance(config, SmallMTiles):
-        split = choice.spec.weight.blocked and not config.stream_k and config.tokens > 32
+        split = choice.spec.weight.blocked and not config.stream_k
         products_us *= SPLIT_BLOCKS if split else FEW_ROWS[config.tile_k]
     if not choice.spec.wide:
         return products_us
@@ -74,7 +75,7 @@ def estimated_us(choice: Choice, rows: int, target: Target) -> float:
 def chosen(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
     """The best one for so many rows."""
     rows = INVARIANT_FOR if spec.batch_invariant else rows
-    timed = (choice for choice in choices(spec, target) if sm90.was_timed(choice.config, rows))
+    timed = (choice for choice in choices(spec, target) if sm90.was_timed(spec, choice.config, rows))
     return min(timed, key=lambda choice: estimated_us(choice, rows, target))
 
 
