@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs did: rows of docs/performance.md, which has their dates, commits and commands."""
+"""What GPUs did: on an H200 rows of docs/performance.md, which has their dates, commits and commands; on a B200 figures
+that others published for kernels of theirs.
+"""
 
 from dataclasses import dataclass
+
+from .peers import flops
 
 
 @dataclass(frozen=True)
@@ -9,11 +13,13 @@ class Measured:
     """A row that was timed.
 
     Attributes:
-        operator: softmax, linear, decode, prefill, mla-decode or mla-prefill.
-        row: the benchmark's name of it.
-        microseconds: that this package's CuTe DSL kernel took.
+        operator: softmax, linear, decode, prefill, mla-decode or mla-prefill; of others flash, flash-mla or quack-gemm.
+        row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
+        microseconds: that the kernel took.
         samples: clusters that the clock simulates; 0: all, where CTAs wait for each other.
         fitted: constants were chosen with it; all others are held out.
+        chip: that took them.
+        source: who says so.
     """
 
     operator: str
@@ -21,14 +27,22 @@ class Measured:
     microseconds: float
     samples: int = 1
     fitted: bool = False
+    chip: str = "H200"
+    source: str = "docs/performance.md"
 
     @property
     def name(self) -> str:
         return f"{self.operator} {self.row}"
 
 
-CHIP = "H200"
-ROWS = (
+def published(operator: str, row: str, teraflops: float, source: str, samples: int = 1) -> Measured:
+    """A figure in TFLOP/s that others published for a B200."""
+    return Measured(
+        operator, row, round(flops(operator, row) / teraflops * 1e-6, 2), samples, chip="B200", source=source
+    )
+
+
+MEASURED = (
     Measured("softmax", "512x4096", 4.03),
     Measured("softmax", "512x8192", 5.36, fitted=True),
     Measured("softmax", "4096x8192", 34.00, fitted=True),
@@ -54,3 +68,30 @@ ROWS = (
     Measured("mla-decode", "h128-b8-k8k-q1", 45.70, samples=2),
     Measured("mla-prefill", "h16-16x1k", 186.7),
 )
+# One sequence length after the other of FlashAttention's benchmark: 32k tokens, heads of 2048 elements together. Causal
+# rows have CTAs of many lengths, so more of them are simulated.
+FLASH_TABLE, FLASH_2280 = "flash-attention #2605", "flash-attention #2280"
+PUBLISHED = (
+    published("flash", "hd128-h16-32x1k", 975, FLASH_TABLE),
+    published("flash", "hd128-h16-16x2k", 1131, FLASH_TABLE),
+    published("flash", "hd128-h16-8x4k", 1256, FLASH_TABLE),
+    published("flash", "hd128-h16-4x8k", 1535, FLASH_2280),
+    published("flash", "hd128-h16-32x1k-causal", 660, FLASH_TABLE, 8),
+    published("flash", "hd128-h16-16x2k-causal", 899, FLASH_TABLE, 12),
+    published("flash", "hd128-h16-8x4k-causal", 1062, FLASH_TABLE, 12),
+    published("flash", "hd128-h16-4x8k-causal", 1418, FLASH_2280, 16),
+    published("flash", "hd64-h32-32x1k", 619, FLASH_TABLE),
+    published("flash", "hd64-h32-16x2k", 755, FLASH_TABLE),
+    published("flash", "hd64-h32-8x4k", 825, FLASH_TABLE),
+    published("flash", "hd64-h32-32x1k-causal", 384, FLASH_TABLE, 8),
+    published("flash", "hd64-h32-16x2k-causal", 561, FLASH_TABLE, 12),
+    published("flash", "hd64-h32-8x4k-causal", 708, FLASH_TABLE, 12),
+    published("flash-mla", "h128-b128-k2k", 800, "flash-attention #2468"),
+    published("flash-mla", "h128-b128-k4k", 1013, "flash-attention #2468"),
+    published("flash-mla", "h128-b128-k8k", 1178, "flash-attention #2468"),
+    published("quack-gemm", "4096x4096x4096", 1047, "quack #82"),
+    published("quack-gemm", "8192x8192x4096", 1276, "quack #82"),
+    published("quack-gemm", "8192x8192x8192", 1233, "quack #82"),
+    published("quack-gemm", "16384x16384x16384", 1225, "quack #82"),
+)
+ROWS = MEASURED + PUBLISHED

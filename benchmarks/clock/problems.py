@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows' problems on the emulated chip: configurations that dispatch chooses for it, and tensors of zeros."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
+from emulator.clock.constants import ChipClock
 
+from ..attention import problems, rows
 from ..case import Case
+from . import peers
+from .peers import ATTENTION, GEMM, MLA, Run, sizes
 
-ARCH, SMS = "sm_90a", 132
 CPU = torch.device("cpu")
-# Compiles and launches.
-Run = Callable[[], None]
 
 
 class Zeroed(Workspace):
@@ -31,8 +35,8 @@ class Zeroed(Workspace):
         return found.zero_() if fresh else found
 
 
-def chip() -> Target:
-    return replace(from_arch(ARCH), sm_count=SMS)
+def target_of(chip: ChipClock) -> Target:
+    return replace(from_arch(f"{chip.arch}a"), sm_count=chip.sms)
 
 
 def only(cases: Any, row: str) -> Any:
@@ -45,25 +49,36 @@ def only(cases: Any, row: str) -> Any:
     return by_name[row].problem
 
 
-def softmax(row: str) -> Run:
+def softmax(row: str, target: Target) -> Run:
     from dsl_backend.softmax.cute import host
     from dsl_backend.softmax.spec import SoftmaxSpec
 
     rows, width = map(int, row.split("x"))
     spec = SoftmaxSpec(width=width, dtype=torch.bfloat16, out_dtype=torch.bfloat16, vector=8)
     x, out = torch.zeros(rows, width, dtype=torch.bfloat16), torch.zeros(rows, width, dtype=torch.bfloat16)
-    return lambda: host.build(host.key_of(spec), chip())(x, out)
+    return lambda: host.build(host.key_of(spec), target)(x, out)
 
 
-def linear(row: str) -> Run:
+def linear(row: str, target: Target) -> Run:
+    from ..linear.rows import cases
+
+    return product(only(cases(), row), target)
+
+
+def gemm(row: str, target: Target) -> Run:
+    """The product of a row of quack's."""
+    from ..linear.problems import Problem
+
+    one = sizes(GEMM, row)
+    return product(Problem(m=one["m"], n=one["n"], k=one["k"], gated=False), target)
+
+
+def product(problem: Any, target: Target) -> Run:
     from dsl_backend.gemm import host
     from dsl_backend.gemm.args import GemmOperands
     from dsl_backend.gemm.cost import max_ctas
     from dsl_backend.linear.tuned import config_of
 
-    from ..linear.rows import cases
-
-    problem, target = only(cases(), row), chip()
     spec = problem.spec
     config = config_of(spec, problem.m, target)
     x, weight, out = (
@@ -80,19 +95,43 @@ def linear(row: str) -> Run:
     return run
 
 
-def attention(operator: str, row: str) -> Run:
+def attention(cases: Callable[[], Any], row: str, target: Target) -> Run:
+    problem = only(cases(), row)
+    return attended(problem, problem.spec, target)
+
+
+def flash(row: str, target: Target) -> Run:
+    """The attention of a row of FlashAttention's: keys and values are packed."""
+    one = sizes(ATTENTION, row)
+    lengths = (one["length"],) * one["batch"]
+    problem = problems.Problem(
+        heads_q=one["heads"],
+        heads_kv=one["heads"],
+        head_dim=one["dim"],
+        head_dim_v=one["dim"],
+        q_lens=lengths,
+        kv_lens=lengths,
+        page_size=None,
+        scale=one["dim"] ** -0.5,
+    )
+    causality = Causality.CAUSAL if one["causal"] else Causality.FULL
+    return attended(problem, replace(problem.spec, causality=causality), target)
+
+
+def flash_mla(row: str, target: Target) -> Run:
+    """The latent attention of a row of FlashAttention's, with pages of 128."""
+    one = sizes(MLA, row)
+    lengths = [one["length"]] * one["batch"]
+    problem = problems.latent(one["heads"], [1] * one["batch"], lengths, page_size=128)
+    return attended(problem, problem.spec, target)
+
+
+def attended(problem: Any, spec: AttentionSpec, target: Target) -> Run:
     from dsl_backend.attention import api
     from dsl_backend.attention.plan import Planner
 
-    from ..attention import inputs, rows
+    from ..attention import inputs
 
-    makers = {
-        "decode": rows.decode_cases,
-        "prefill": rows.prefill_cases,
-        "mla-decode": rows.latent_cases,
-        "mla-prefill": rows.packed_cases,
-    }
-    problem = only(makers[operator](), row)
     given = inputs.build(problem, 0, CPU)
     q, cache, out = (
         torch.zeros(shape, dtype=dtype)
@@ -105,7 +144,7 @@ def attention(operator: str, row: str) -> Run:
     keys, values = inputs.split(problem, cache)
 
     def run() -> None:
-        plan = Planner(problem.spec, chip(), Zeroed(CPU), "cute").plan(given.batch)
+        plan = Planner(spec, target, Zeroed(CPU), "cute").plan(given.batch)
         api.run(plan, q, keys, values, out=out)
 
     return run
@@ -116,8 +155,28 @@ def pages(table: torch.Tensor | None) -> int:
     return 0 if table is None else int(table.max()) + 1
 
 
-def run_of(operator: str, row: str) -> Run:
-    """What launches a row's kernels on the active emulated device."""
-    if operator == "softmax":
-        return softmax(row)
-    return linear(row) if operator == "linear" else attention(operator, row)
+OURS: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
+    {
+        "softmax": softmax,
+        "linear": linear,
+        "decode": partial(attention, rows.decode_cases),
+        "prefill": partial(attention, rows.prefill_cases),
+        "mla-decode": partial(attention, rows.latent_cases),
+        "mla-prefill": partial(attention, rows.packed_cases),
+    }
+)
+# This package's kernels for the shapes of others' rows.
+BESIDE: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
+    {"flash": flash, "flash-mla": flash_mla, "quack-gemm": gemm}
+)
+
+
+def run_of(operator: str, row: str, chip: ChipClock, *, ours: bool) -> Run:
+    """What launches a row's kernels on the active emulated device.
+
+    Args:
+        ours: this package's kernels, for a row of others as well.
+    """
+    if not ours:
+        return peers.RUNS[operator](row)
+    return {**OURS, **BESIDE}[operator](row, target_of(chip))

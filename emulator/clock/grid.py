@@ -11,17 +11,23 @@ SHARED_OF_SM = 228 * 1024
 RESERVED = 1024  # of each CTA
 THREADS, CTAS, REGISTERS = 2048, 32, 64 * 1024
 ALIKE = 0.02  # clusters whose instructions differ by no more are of one class
+MIDDLES = 3
+GOLDEN = (5**0.5 - 1) / 2
 SETTLED = 4  # turns of an SM's slots that are simulated before the rest is taken to go on alike
 
 
 def chosen(clusters: int, count: int) -> tuple[int, ...]:
-    """Places in the grid of the clusters to be simulated, each in the middle of an even share.
+    """Places in the grid of the clusters to be simulated, one in each even share.
 
-    The last clusters of a grid often have little to do, and the first ones what is left of it.
+    Up to three are in the middle of their shares: the last clusters of a grid often have little to do, and the first
+    ones what is left of it. More are at another part of each share, by the golden ratio. Under a causal mask work
+    repeats with the heads; middles of shares would all meet one phase of it.
     """
     if count >= clusters:
         return tuple(range(clusters))
-    return tuple((2 * number + 1) * clusters // (2 * count) for number in range(count))
+    if count <= MIDDLES:
+        return tuple((2 * number + 1) * clusters // (2 * count) for number in range(count))
+    return tuple(int((number + (0.5 + number * GOLDEN) % 1) * clusters / count) for number in range(count))
 
 
 def occupancy(launch: Launch, shared_bytes: int, registers: int) -> int:
@@ -72,16 +78,16 @@ class Layout:
         return self.clusters / self.per_group * self.members
 
 
-def nearest(place: int, places: Sequence[int]) -> int:
-    """Index of the simulated cluster that stands for one in the grid."""
-    return min(range(len(places)), key=lambda index: abs(places[index] - place))
+def stand_in(place: int, clusters: int, count: int) -> int:
+    """Index of the simulated cluster that stands for one in the grid: the one of its share."""
+    return place * count // clusters
 
 
 def weights(clusters: int, places: Sequence[int]) -> list[int]:
     """How many clusters of the grid each simulated one stands for."""
     found = [0] * len(places)
     for place in range(clusters):
-        found[nearest(place, places)] += 1
+        found[stand_in(place, clusters, len(places))] += 1
     return found
 
 
@@ -90,5 +96,5 @@ def laid_out(layout: Layout, places: Sequence[int], durations: Sequence[float]) 
     free = [0.0] * min(layout.clusters, layout.groups * layout.slots)
     heapq.heapify(free)
     for place in range(layout.clusters):
-        heapq.heappush(free, heapq.heappop(free) + durations[nearest(place, places)])
+        heapq.heappush(free, heapq.heappop(free) + durations[stand_in(place, layout.clusters, len(places))])
     return max(free)

@@ -16,9 +16,10 @@ BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, know
     "tensor_move_bytes": Known(128, "assumed: 32 lanes of 4 bytes for each of an SM's four parts; no source was found"),
     "tensor_move_latency": Known(20, "assumed; no source was found"),
     "commit_latency": Known(16, "derived from umma: what a chain takes beyond its intervals, less what an MMA takes"),
-    "matrix_clock": Known(1.0, "no source was found: the power limit is left out"),
     "hbm_terabytes": Known(8.0, "data sheet"),
     "hbm_efficiency": Known(0.9, "tma: 7.1 to 7.2 TB/s from 64 KB in flight for each SM"),
-    "l2_terabytes": Known(8.0, "DeepGEMM plans with 6.15 KB a cycle at 1.3 GHz"),
+    "l2_terabytes": Known(
+        11.4, "DeepGEMM plans with 6.15 KB a cycle; at this chip's clock, where DeepGEMM has 1.3 GHz"
+    ),
 }
 B200 = ChipClock("B200", "sm_100", sms=148, gigahertz=1.85, constants=BLACKWELL)

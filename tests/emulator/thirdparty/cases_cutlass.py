@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from peer_budgets import Expected
 from peer_cases import SM90, SM100, Problem, Table, normal
-from stand_in import SMS
+
+from benchmarks.clock.stand_in import SMS
 
 CUTLASS = Table()
 ROOT = Path(__file__).resolve().parents[3]

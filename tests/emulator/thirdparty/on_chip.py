@@ -38,7 +38,8 @@ from cases_quack import QUACK  # noqa: E402
 from peer_answers import FILE, Answer, Answers, Output  # noqa: E402
 from peer_budgets import judge  # noqa: E402
 from peer_cases import SM90, Case  # noqa: E402
-from stand_in import SMS, pretend, ready  # noqa: E402
+
+from benchmarks.clock.stand_in import SMS, pretend, ready  # noqa: E402
 
 CASES: dict[str, Case] = {name: case for name, case in {**FLASH, **QUACK, **CUTLASS}.items() if SM90 in case.archs}
 CALLS = 3  # of each case

@@ -4,8 +4,8 @@
     python run_case.py ARCH CASE --schedules eager lazy random
     python run_case.py --list
 
-It is a process of its own since torch is made to believe in a GPU (stand_in.py), and since the packages must be on no
-other path. The kernels are compiled once; each schedule then gets a device of its own.
+It is a process of its own since torch is made to believe in a GPU (benchmarks/clock/stand_in.py), and since the
+packages must be on no other path. The kernels are compiled once; each schedule then gets a device of its own.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from peer_answers import FILE, Answers  # noqa: E402
 from peer_budgets import judge  # noqa: E402
 from peer_cases import SCHEDULES, SM90, Case, Problem  # noqa: E402
 from peer_rules import compare, rule_of  # noqa: E402
-from stand_in import SMS, pretend  # noqa: E402
 
 import emulator  # noqa: E402
+from benchmarks.clock.stand_in import SMS, pretend  # noqa: E402
 from emulator.host.launch import Launch  # noqa: E402
 from emulator.machine import Machine  # noqa: E402
 

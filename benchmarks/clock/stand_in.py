@@ -8,6 +8,7 @@ The kernels themselves, and the code that chooses, compiles and calls them, are 
 import contextlib
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +27,11 @@ def ready(peers: Path) -> None:
     sys.path.append(str(peers))
     # Outputs begin as NaN: memory that a call before has filled would hide what this one leaves out.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def pretend(arch: str, peers: Path) -> None:
+@cache
+def pretend(arch: str, peers: Path, sms: int = SMS) -> None:
     """Make this process believe that it has a GPU of the arch; before the kernels' packages are imported."""
     capability = CAPABILITIES[arch]
     number = arch.removeprefix("sm_").removesuffix("a")
@@ -41,7 +43,7 @@ def pretend(arch: str, peers: Path) -> None:
     )
     ready(peers)
     properties = SimpleNamespace(
-        multi_processor_count=SMS, major=capability[0], minor=capability[1], name=arch, L2_cache_size=50 << 20
+        multi_processor_count=sms, major=capability[0], minor=capability[1], name=arch, L2_cache_size=50 << 20
     )
     stream = SimpleNamespace(cuda_stream=0)
     cuda: Any = torch.cuda
