@@ -15,14 +15,17 @@ from typing import Any
 
 import torch
 
+from dsl_backend.attention import rope
 from dsl_backend.attention.plan import Part, Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.runtime import registry
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing import check
+from dsl_backend.testing import check, mla_rope_writes, rope_writes
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase
+from dsl_backend.testing.mla_rope_writes import EPS, MLARopeCase
+from dsl_backend.testing.rope_writes import RopeCase
 from tests.gpu_stand_in import gpu
 
 ARCHS = tuple(arch.name for arch in registry.ARCHS if arch.triton_tested)
@@ -73,6 +76,13 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase(id="write-fp8", fp8=True, why="rounding to e4m3, in bits where there is no instruction"),
     WriteCase(id="write-mla", heads=1, dim=512, dim_v=64, mla=True, why="the widest row"),
 )
+ROPES: tuple[RopeCase | MLARopeCase, ...] = (
+    RopeCase(id="rope", why="no norm"),
+    RopeCase(id="rope-norm-fp8", norm=True, fp8=True, why="both norms, and rounding to e4m3"),
+    MLARopeCase(id="rope-mla", why="latents and rope parts in one launch"),
+    MLARopeCase(id="rope-mla-fp8", fp8=True, why="the same, rounded to e4m3"),
+)
+AnyCase = Case | WriteCase | RopeCase | MLARopeCase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +158,33 @@ def write(case: WriteCase, target: Target) -> Iterator[Compiled]:
         yield Compiled(case=case.id, kernel=name, shared=kernel.metadata.shared, seconds=seconds)
 
 
-def served(case: Case | WriteCase, target: Target) -> Case | WriteCase:
+def rotate(case: RopeCase | MLARopeCase, target: Target) -> Iterator[Compiled]:
+    """Compile a rotation with its cache write."""
+    made = mla_rope_writes if isinstance(case, MLARopeCase) else rope_writes
+    writer = rope.RopeWriter(case.spec, lambda: target, "triton")
+    with gpu(target) as stand_in:
+        writer(made.build(case, "cpu"), EPS)
+    for name, kernel, seconds in stand_in.calls:
+        yield Compiled(case=case.id, kernel=name, shared=kernel.metadata.shared, seconds=seconds)
+
+
+def compiled(case: AnyCase, target: Target) -> Iterator[Compiled]:
+    """Compile all kernels of a case."""
+    if isinstance(case, Case):
+        return attention(case, target)
+    return write(case, target) if isinstance(case, WriteCase) else rotate(case, target)
+
+
+def served(case: AnyCase, target: Target) -> AnyCase:
     """The case in a dtype that the target has."""
     return case if target.native_bf16 else replace(case, dtype=FP16)
 
 
-def compile_case(case: Case | WriteCase, target: Target) -> list[Compiled]:
+def compile_case(case: AnyCase, target: Target) -> list[Compiled]:
     """All kernels of a case; one record with an error where one does not compile."""
     adapted = served(case, target)
     try:
-        return list(attention(adapted, target) if isinstance(adapted, Case) else write(adapted, target))
+        return list(compiled(adapted, target))
     except Exception as error:  # Triton and ptxas raise what they like
         return [Compiled(case=case.id, error=f"{type(error).__name__}: {error}"[:2000])]
 
@@ -165,7 +192,7 @@ def compile_case(case: Case | WriteCase, target: Target) -> list[Compiled]:
 def main(arguments: Sequence[str]) -> None:
     arch, *ids = arguments
     target = from_arch(arch)
-    cases: list[Case | WriteCase] = [*ATTENTION, *WRITES]
+    cases: list[AnyCase] = [*ATTENTION, *WRITES, *ROPES]
     unknown = set(ids) - {case.id for case in cases}
     if unknown:
         sys.exit(f"no case {', '.join(sorted(unknown))}: choose from {', '.join(case.id for case in cases)}")

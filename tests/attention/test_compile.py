@@ -15,16 +15,25 @@ import pytest
 pytest.importorskip("triton")
 
 from dsl_backend.runtime.target import Target, from_arch
-from tests.attention.compile_only import ARCHS, ATTENTION, WRITES, Compiled
+from tests.attention.compile_only import ARCHS, ATTENTION, ROPES, WRITES, Compiled
 
-IDS = [case.id for case in (*ATTENTION, *WRITES)]
+IDS = [case.id for case in (*ATTENTION, *WRITES, *ROPES)]
 # Of each architecture the kernels that most layers need, and what is tightest or most particular there.
 EVERYWHERE = ("dense-128", "mla-16", "write-fp8")
 CI = {
     "sm_75": ("dense-512-step", "mla-128-fp8", "fp8-step", "invariant-mla"),
-    "sm_80": ("softcap-sinks", "mla-16-fp8", "mla-320", "invariant-128"),
-    "sm_89": ("mla-128", "mla-drafts-fp8", "per-request"),
-    "sm_90a": ("dense-80", "mla-prefill", "mla-128", "mla-128-fp8", "write", "invariant-80"),
+    "sm_80": ("softcap-sinks", "mla-16-fp8", "mla-320", "invariant-128", "rope-norm-fp8"),
+    "sm_89": ("mla-128", "mla-drafts-fp8", "per-request", "rope-mla-fp8"),
+    "sm_90a": (
+        "dense-80",
+        "mla-prefill",
+        "mla-128",
+        "mla-128-fp8",
+        "write",
+        "invariant-80",
+        "rope-norm-fp8",
+        "rope-mla",
+    ),
     "sm_100a": ("dense-256", "dense-512", "mla-128", "fp8-256", "invariant-256-fp8"),
     "sm_120a": ("dense-512", "window", "alibi", "mla-drafts", "write-mla", "invariant-512"),
 }
