@@ -306,11 +306,10 @@ def experts_subjects() -> Iterator[Subject]:
 
 
 def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
-    from dsl_backend.experts.precompile import precompile_specs_of, scaled_specs_of
+    from dsl_backend.experts.precompile import precompile_specs_of
     from dsl_backend.runtime.target import from_arch
 
-    listed = precompile_specs_of if spec.weight is None else scaled_specs_of
-    for unit in listed(spec, from_arch(arch)):
+    for unit in precompile_specs_of(spec, from_arch(arch)):
         yield Made((unit.key.first, unit.key.second), unit.compile)
 
 

@@ -28,11 +28,11 @@ TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
 
 def layers(model: ModelShape | None) -> list[dict[str, Any]]:
-    """The sizes of the experts of the benchmark's models, or of one model."""
+    """The sizes of the experts of the benchmark's models, or of one model; records are of weights in 16 bits."""
     if model is None:
         return list(MODELS.values())
     spec = precompile.spec_of(model)
-    if not isinstance(spec, ExpertsSpec):
+    if not isinstance(spec, ExpertsSpec) or spec.weight is not None:
         return []
     sizes = {"experts": spec.num_experts, "hidden": spec.hidden_size, "width": spec.intermediate_size}
     return [{**sizes, "topk": spec.topk, "dtype": spec.dtype}]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dsl_backend.experts import dispatch, precompile, tuned
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI
+from dsl_backend.quant.format import BLOCK_SCALED
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
@@ -16,6 +17,9 @@ def typical_layers(target: Target) -> Mapping[str, ExpertsSpec]:
     return {
         "Qwen3-30B-A3B's experts": ExpertsSpec(
             num_experts=128, hidden_size=2048, intermediate_size=768, topk=8, dtype=dtype
+        ),
+        "Qwen3-30B-A3B-FP8's experts": ExpertsSpec(
+            num_experts=128, hidden_size=2048, intermediate_size=768, topk=8, dtype=dtype, weight=BLOCK_SCALED
         ),
         "gpt-oss-20b's experts": ExpertsSpec(
             num_experts=32,

@@ -10,15 +10,20 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_backend.checks import require
 from dsl_backend.experts import api
+from dsl_backend.experts.args import ExpertsScales
 from dsl_backend.experts.plan import ExpertsPlan
-from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import Activation, decoded, encoded
+from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.op import register_op
 from dsl_backend.runtime.workspace import current_stream, workspace_of
 
 # Behind an activation's name where gate and up rows of w13 alternate.
 INTERLEAVED = " interleaved"
+# Formats of weights in 8 bits, by the dimensions of w13's scales.
+FORMATS = {2: ROW_SCALED, 3: BLOCK_SCALED}
 
 
 def named(activation: Activation, interleaved: bool) -> tuple[str, list[float]]:
@@ -48,6 +53,8 @@ class Layer(NamedTuple):
     router_weights: str
     global_experts: int | None
     ids_dtype: torch.dtype
+    weight: ScaledFormat | None
+    x: ScaledFormat | None
 
 
 @cache
@@ -73,8 +80,11 @@ def experts(
     activation: str,
     parameters: list[float],
     router_weights: str,
+    w13_scale: torch.Tensor | None,
+    w2_scale: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
 ) -> None:
-    """Writes out; operands as `ExpertsOperands` has them.
+    """Writes out; operands as `ExpertsOperands` has them, scales as `ExpertsScales`.
 
     Args:
         activation, parameters: as `named` makes them.
@@ -84,12 +94,13 @@ def experts(
         InvalidInput: an argument does not fit.
         Unsupported: no kernel serves the layer.
     """
+    weight = None if w13_scale is None else format_of(w13_scale)
     layer = Layer(
         num_experts=w13.shape[0],
         hidden_size=x.shape[-1],
         intermediate_size=w2.shape[-1],
         topk=topk_ids.shape[-1],
-        dtype=x.dtype,
+        dtype=out.dtype,
         activation=activation,
         parameters=tuple(parameters),
         w13_bias=w13_bias is not None,
@@ -97,6 +108,8 @@ def experts(
         router_weights=router_weights,
         global_experts=None if expert_map is None else expert_map.shape[0],
         ids_dtype=topk_ids.dtype,
+        weight=weight,
+        x=None if x_scale is None or weight is None else ACTIVATIONS_OF[weight],
     )
     plan = plan_of(layer, x.device, current_stream(x.device))
     api.run(
@@ -110,7 +123,17 @@ def experts(
         w2_bias=w2_bias,
         expert_map=expert_map,
         out=out,
+        scales=ExpertsScales(w13_scale, w2_scale, x_scale),
     )
+
+
+def format_of(w13_scale: torch.Tensor) -> ScaledFormat:
+    """The format of weights whose scales are [E, 2 I], or [E, 2 I / 128, H / 128]."""
+    require(
+        w13_scale.dim() in FORMATS,
+        f"w13_scale has {w13_scale.dim()} dimensions: 2 (channels) or 3 (blocks) are needed",
+    )
+    return FORMATS[w13_scale.dim()]
 
 
 def experts_fake(*_: object) -> None:

@@ -14,6 +14,7 @@ from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.gemm.spec import DTYPES
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
@@ -33,6 +34,24 @@ def first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
+def weight_of(config: Mapping[str, Any]) -> ScaledFormat | str | None:
+    """The format of the experts' weights of a model, None in 16 bits; a text says that no kernel has it."""
+    found = config.get("quantization_config") or text_of(config).get("quantization_config")
+    if found is None:
+        return None
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    if method == "fp8" and block == [GROUP, GROUP]:
+        return BLOCK_SCALED
+    groups = found.get("config_groups") or {}
+    weights = [group.get("weights") or {} for group in groups.values()] if method == "compressed-tensors" else []
+    kinds = {(one.get("type"), one.get("num_bits"), one.get("strategy")) for one in weights}
+    if kinds == {("float", 8, "channel")}:
+        return ROW_SCALED
+    if kinds == {("float", 8, "block")} and all(one.get("block_structure") == [GROUP, GROUP] for one in weights):
+        return BLOCK_SCALED
+    return f"quantization_config {method!r} is not served: e4m3 with scales of {GROUP}x{GROUP} blocks or of channels is"
+
+
 def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
     """The experts of a model as the first rank has them; a text says why they are no spec.
 
@@ -40,8 +59,11 @@ def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
     """
     text, dtype = text_of(model.config), getattr(torch, model.dtype)
     experts, width, topk = (first(text, names) for names in (EXPERTS, WIDTHS, TOPK))
+    weight = weight_of(model.config)
     if experts is None or topk is None:
         return None
+    if isinstance(weight, str):
+        return weight
     if width is None:
         return "the model's configuration does not say how wide they are"
     if dtype not in DTYPES:
@@ -62,6 +84,7 @@ def spec_of(model: ModelShape) -> ExpertsSpec | str | None:
             w13_bias=is_gpt_oss,
             w2_bias=is_gpt_oss,
             global_experts=experts if ranks > 1 else None,
+            weight=weight,
         )
     except InvalidInput as error:
         return str(error)
@@ -76,6 +99,9 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 
 def precompile_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
     """The kernels of a layer, for any number of tokens; none where no CuTe DSL kernel serves it."""
+    if spec.weight is not None:
+        yield from scaled_specs_of(spec, target)
+        return
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.
@@ -86,7 +112,7 @@ def precompile_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[Precompil
 
 
 def scaled_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of a layer whose weights are in 8 bits, for whoever asks for `cute-scaled`."""
+    """As `precompile_specs_of`, of a layer whose weights are in 8 bits."""
     if dispatch.cute_scaled(spec, target):
         return
     # Imports CuTe DSL.
@@ -101,5 +127,7 @@ def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:
     spec = spec_of(model)
     if spec is None:
         return {}
-    reasons = [spec] if isinstance(spec, str) else dispatch.cute(spec, target)
+    if isinstance(spec, str):
+        return {LAYER: [spec]}
+    reasons = (dispatch.cute if spec.weight is None else dispatch.cute_scaled)(spec, target)
     return {LAYER: reasons} if reasons else {}

@@ -70,10 +70,12 @@ def problem_of(spec: ExpertsSpec, sm_count: int) -> ProblemShape:
 def faster(spec: ExpertsSpec, target: Target) -> list[ProblemShape]:
     """Ranges of tokens for which a layer is taken to be faster than vLLM's; none where experts are distributed.
 
+    None with weights in 8 bits either: records and `UNRECORDED` are of weights in 16 bits.
+
     By the tuning records of the layer's sizes; without any, `UNRECORDED` on an SM90. With an expert map, most rows of a
     step may be other ranks': nothing that was measured without one tells of that.
     """
-    if spec.global_experts is not None:
+    if spec.global_experts is not None or spec.weight is not None:
         return []
     return tuned.faster(TUNED_CONFIGS, target, partial(problem_of, spec), UNRECORDED, Theirs)
 

@@ -160,6 +160,6 @@ def predicts_experts(vllm_config: Any, spec: ExpertsSpec, target: Target) -> boo
     served_by = options.of(vllm_config).experts
     if served_by is ServedBy.VLLM or vllm_config.lora_config is not None:
         return False
-    if getattr(vllm_config, "quant_config", None) is not None:
+    if getattr(vllm_config, "quant_config", None) is not None and spec.weight is None:
         return False
     return served_by is ServedBy.DSL or bool(tuned.faster(spec, target))

@@ -92,8 +92,8 @@ def linear_units(spec: LinearSpec, target: Target, most_rows: int | None = None)
 
 
 def experts_units(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of routed experts, Triton's too."""
-    if experts_dispatch.choose(spec, target).name != "triton":
+    """The kernels of routed experts, Triton's too; those of weights in 8 bits are compiled by the first dummy run."""
+    if experts_dispatch.choose(spec, target).name != "triton" or spec.weight is not None:
         yield from experts_precompile.precompile_specs_of(spec, target)
         return
     # Imports Triton.

@@ -11,14 +11,15 @@ from experts_cases import SCHEDULES, SMS, TARGET
 
 import emulator
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.experts import api, dispatch, reference, scaled_configs
+from dsl_backend.experts import api, dispatch, precompile, reference, scaled_configs
 from dsl_backend.experts.cute import scaled_host as host
 from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, SideBySideConfig
-from dsl_backend.experts.spec import RouterWeights
+from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.model import shape_of
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
@@ -31,6 +32,8 @@ from dsl_backend.testing.experts import (
     random_scaled_case,
     tensors,
 )
+from integration.quantization import BLOCKS as BLOCKS_CHECKPOINT
+from integration.quantization import CHANNELS as CHANNELS_CHECKPOINT
 
 needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or targets.triton_interpreted()),
@@ -127,8 +130,9 @@ def test_operands_are_checked(changes: dict[str, Any], message: str) -> None:
 
 def test_which_kernels_serve() -> None:
     target = from_arch("sm_90a")
-    assert dispatch.choose(BLOCKS.spec, target).title == "experts e4m3 triton"
-    assert dispatch.choose(BLOCKS.spec, target, "cute-scaled").title == "experts e4m3 sm90"
+    assert dispatch.choose(BLOCKS.spec, target).title == "experts e4m3 sm90"
+    assert dispatch.choose(BLOCKS.spec, target, "triton").title == "experts e4m3 triton"
+    assert dispatch.choose(BLOCKS.spec, from_arch("sm_100a")).title == "experts e4m3 triton"
     for changes, kernel, message in (
         ({}, "cute", "weights in e4m3-128x128: this one's are in 16 bits"),
         ({"weight": None}, "cute-scaled", "weights in 16 bits: this one's are in 8 bits"),
@@ -148,6 +152,70 @@ def test_each_number_of_tokens_has_a_configuration_among_the_candidates(weight: 
     found = scaled_configs.candidates(spec, target)
     assert found
     assert all(scaled_configs.choose(spec, tokens, target) in found for tokens in (1, 64, 5000))
+
+
+MODEL = {
+    "num_attention_heads": 8,
+    "hidden_size": 1024,
+    "vocab_size": 1000,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+}
+SMALL_BLOCKS = BLOCKS_CHECKPOINT | {"weight_block_size": [64, 64]}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "tensor_parallel", "found"),
+    [
+        (BLOCKS_CHECKPOINT, 1, BLOCK_SCALED),
+        (BLOCKS_CHECKPOINT, 8, "intermediate_size 64 is not a multiple of 128, as blocks of weights are"),
+        (CHANNELS_CHECKPOINT, 8, ROW_SCALED),
+        (
+            SMALL_BLOCKS,
+            1,
+            "quantization_config 'fp8' is not served: e4m3 with scales of 128x128 blocks",
+        ),
+        ({"quant_method": "awq"}, 1, "quantization_config 'awq' is not served"),
+    ],
+)
+def test_what_a_models_configuration_says(quantization: dict[str, Any], tensor_parallel: int, found: Any) -> None:
+    """What `compile` and `doctor` are told of a checkpoint."""
+    shape = shape_of(MODEL | {"quantization_config": quantization}, tensor_parallel=tensor_parallel)
+    spec, target = precompile.spec_of(shape), from_arch("sm_90a")
+    if isinstance(found, str):
+        assert isinstance(spec, str)
+        assert spec.startswith(found)
+        assert precompile.served_by_others(shape, target) == {precompile.LAYER: [spec]}
+        return
+    assert isinstance(spec, ExpertsSpec)
+    assert (spec.weight, spec.intermediate_size) == (found, 512 // tensor_parallel)
+    assert precompile.served_by_others(shape, target) == {}
+    keys = [one.key for one in precompile.precompile_specs(shape, target)]
+    assert [key.weight for key in keys] == [found] * 2, "tiles of 128 rows, and side by side"
+    (reason,) = precompile.served_by_others(shape, from_arch("sm_100a")).values()
+    assert "sm_100a" in reason[0]
+
+
+QWEN3 = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768}
+DEEPSEEK = {"num_experts": 32, "hidden_size": 7168, "intermediate_size": 2048}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weight", "few"),
+    [
+        (QWEN3, BLOCK_SCALED, (8, 64, 512, 2048)),
+        (QWEN3, ROW_SCALED, (8, 64, 512)),
+        (DEEPSEEK, BLOCK_SCALED, (1, 8, 64, 512)),
+        (DEEPSEEK, ROW_SCALED, (1, 8, 64)),
+    ],
+)
+def test_the_faster_tiles_on_an_h200(sizes: dict[str, int], weight: ScaledFormat, few: tuple[int, ...]) -> None:
+    """By the table of docs/performance.md, whose closest two (DeepSeek's blocks with 8) are 0.3 % apart."""
+    spec = replace(BLOCKS.spec, topk=8, weight=weight, **sizes)
+    chosen = {tokens: scaled_configs.choose(spec, tokens, from_arch("sm_90a")) for tokens in (1, 8, 64, 512, 2048)}
+    side = {tokens for tokens, config in chosen.items() if isinstance(config.first, SideBySideConfig)}
+    assert side == set(few)
 
 
 # On the emulator

@@ -22,19 +22,32 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader import reload
 
 import emulator
 from dsl_backend.errors import InvalidInput
-from dsl_backend.experts import ops, tuned
+from dsl_backend.experts import ops, reference, tuned
+from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
+from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI, Swiglu
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED
+from dsl_backend.quant.reference import quantized
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import ahead, compat, warm_up
 from dsl_backend.vllm_plugin.enum_members import ensure_member
 from dsl_backend.vllm_plugin.fused_mlp import fuse
 from dsl_backend.vllm_plugin.routed_experts import serve
-from dsl_backend.vllm_plugin.routed_experts.kernels import BatchedDSLExperts, DSLExperts, MeasuredExperts, block_ids
+from dsl_backend.vllm_plugin.routed_experts.kernels import (
+    BatchedDSLExperts,
+    DSLExperts,
+    MeasuredExperts,
+    ScaledDSLExperts,
+    block_ids,
+)
+from integration.quantization import BLOCKS, CHANNELS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -401,7 +414,7 @@ def changed(layer: Any, attribute: str, value: Any) -> Any:
 
 def another_method() -> Any:
     layer = experts()
-    layer.quant_method.__class__ = type("Fp8MoEMethod", (UnquantizedFusedMoEMethod,), {})
+    layer.quant_method.__class__ = type("Int8MoEMethod", (UnquantizedFusedMoEMethod,), {})
     return layer
 
 
@@ -417,7 +430,7 @@ def padded() -> Any:
 
 
 STAY: dict[str, tuple[Callable[[], Any], str]] = {
-    "quantised": (another_method, "Fp8MoEMethod is not vLLM's method of 16-bit weights"),
+    "quantised": (another_method, "Int8MoEMethod is not vLLM's method of 16-bit weights, or of e4m3"),
     "float32": (lambda: experts(params_dtype=torch.float32), "dtype is float32: one of float16, bfloat16 is needed"),
     "no-gate": (
         lambda: changed(experts(), "moe_config.activation", fused_moe.MoEActivation.RELU2_NO_MUL),
@@ -751,3 +764,169 @@ def test_by_the_kernels_of_a_gpu(tokens: int, served: Any, monkeypatch: pytest.M
     assert not out[-1].any()
     want = [expected(layer, x, weights, ids, SiluAndMul(), dtype) for dtype in (torch.float64, BF16)]
     assert_within_budget(out, *want)
+
+
+# Weights in 8 bits.
+
+WIDE, DEEP = 128, 256
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+# vLLM's configurations, by what a layer's weights have scales of.
+CHECKPOINTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "blocks": (Fp8Config, BLOCKS),
+    "channels": (CompressedTensorsConfig, CHANNELS),
+    "one-scale": (Fp8Config, FP8),
+    "small-blocks": (Fp8Config, FP8 | {"weight_block_size": [64, 64]}),
+}
+
+
+def scaled_experts(kind: str = "blocks", prefix: str = "model.layers.0.mlp.experts", **options: Any) -> Any:
+    """A layer of an fp8 checkpoint, with weights and scales."""
+    config, facts = CHECKPOINTS[kind]
+    sizes = {"num_experts": EXPERTS, "hidden_size": DEEP, "intermediate_size": WIDE, "top_k": TOPK}
+    with set_current_vllm_config(VllmConfig()):
+        made = config.from_config(facts)
+        runner = FACTORY(**{**sizes, "params_dtype": BF16, "prefix": prefix, "quant_config": made, **options})
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in runner.routed_experts.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        of_scale = (values.abs() + 0.5) / 64 * DEEP**-0.5
+        parameter.data.copy_(of_scale if "scale" in name else (64 * values).clamp(-448, 448))
+    return runner.routed_experts
+
+
+def scaled_rows(tokens: int) -> torch.Tensor:
+    return torch.randn(tokens, DEEP, generator=torch.Generator().manual_seed(2)).to(BF16)
+
+
+class BatchedTriton(Triton):
+    activation_format = staticmethod(lambda: modular_kernel.FusedMoEActivationFormat.BatchedExperts)
+
+
+def operands_of(layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[Any, Any]:
+    """(spec, operands) of what a layer of an fp8 checkpoint is given."""
+    blocked = hasattr(layer, "w13_weight_scale_inv")
+    scales = [
+        getattr(layer, f"{name}_weight_scale_inv") if blocked else getattr(layer, f"{name}_weight_scale").squeeze(-1)
+        for name in ("w13", "w2")
+    ]
+    spec = ExpertsSpec(
+        num_experts=EXPERTS,
+        hidden_size=DEEP,
+        intermediate_size=WIDE,
+        topk=TOPK,
+        dtype=BF16,
+        weight=BLOCK_SCALED if blocked else ROW_SCALED,
+    )
+    given = ExpertsOperands(
+        x, layer.w13_weight, layer.w2_weight, weights, ids, None, None, None, x.clone(), ExpertsScales(*scales)
+    )
+    return spec, given
+
+
+def test_layers_in_8_bits(served: Any) -> None:
+    """The operator gets vLLM's parameters, as they are at each call."""
+    for kind in ("blocks", "channels"):
+        layer = scaled_experts(kind)
+        (line,) = served(layer)
+        formats = {"blocks": "e4m3-128x128", "channels": "e4m3-row"}
+        assert f"weights in {formats[kind]} of 256 to 128, top 2, bfloat16" in line
+        kernel = process(layer)
+        assert isinstance(kernel.fused_experts, ScaledDSLExperts)
+        x, (weights, ids) = scaled_rows(9), routing(9)
+        ids[3] = -1
+        for factor in (1, 3):
+            for name, parameter in layer.named_parameters():
+                if "scale" in name:
+                    parameter.mul_(factor)
+            spec, given = operands_of(layer, x, weights, ids)
+            want = reference.exact(spec, given, torch.float32).to(BF16)
+            assert want[0].any(), "or nothing is compared"
+            assert torch.equal(layer.forward_modular(x, weights, ids), want), (kind, factor)
+
+
+def test_nothing_of_a_layer_in_8_bits_is_kept(served: Any) -> None:
+    layer = scaled_experts()
+    served(layer)
+    kernels = process(layer).fused_experts
+    assert not [value for value in vars(kernels).values() if isinstance(value, torch.Tensor)]
+    assert kernels.w1_scale is layer.w13_weight_scale_inv
+    assert layer.quant_method.fp8_backend.name == "TRITON", "which leaves weights as they are"
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channels"])
+def test_tokens_that_vllm_quantised(kind: str, served: Any) -> None:
+    """As they come from another rank: e4m3, with the scales of groups or of tokens [M, 1]."""
+    layer = scaled_experts(kind)
+    served(layer)
+    kernels = process(layer).fused_experts
+    x, (weights, ids) = scaled_rows(6), routing(6)
+    taken = quantized(x, GROUP_SCALED if kind == "blocks" else ROW_SCALED)
+    facts: dict[str, Any] = {"w1": layer.w13_weight, "w2": layer.w2_weight, "topk_weights": weights, "topk_ids": ids}
+    facts |= {"expert_map": None, "apply_router_weight_on_input": False}
+    outs = [torch.empty_like(x) for _ in range(2)]
+    kernels.apply(output=outs[0], hidden_states=x, a1q_scale=None, **facts)
+    scale = taken.scale.contiguous() if kind == "blocks" else taken.scale[:, None]
+    kernels.apply(output=outs[1], hidden_states=taken.values, a1q_scale=scale, **facts)
+    assert outs[0].any()
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: scaled_experts("one-scale"),
+            "weights have one scale for each expert: 128x128 blocks and channels",
+        ),
+        (lambda: scaled_experts("small-blocks"), "weights have scales of 64x64 blocks: 128x128 are served"),
+        (lambda: scaled_experts(has_bias=True), "w13_bias: experts of weights in e4m3-128x128 have no biases"),
+        (
+            lambda: changed(scaled_experts(), "w13_weight_scale_inv", nn.Parameter(torch.ones(EXPERTS, 2, 2).half())),
+            "scales of w13 are torch.float16 of shape (4, 2, 2) and strides (4, 2, 1): packed float32 [4, 2, 2] is",
+        ),
+        (
+            lambda: changed(scaled_experts(), "quant_method.experts_cls", BatchedTriton),
+            "weights in e4m3-128x128 with tokens in vLLM's batched format",
+        ),
+        (
+            lambda: changed(scaled_experts(), "quant_method.moe_kernel", object()),
+            "vLLM has no kernels to replace, or has made them already",
+        ),
+    ],
+)
+def test_what_stays_of_8_bits(make: Any, says: str, served: Any) -> None:
+    layer = make()
+    before = layer.quant_method.experts_cls
+    (line,) = served(layer)
+    assert line.startswith(f"vLLM serves 1 layers of routed experts: {says}"), line
+    assert layer.quant_method.experts_cls is before
+
+
+def test_8_bits_are_vllms_by_default(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a GPU where layers in 16 bits without a record are dsl's."""
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: targets.from_arch("sm_90a"))
+    layer = scaled_experts()
+    (line,) = served(layer, additional_config={})
+    assert "nothing measured says that dsl is faster for " in line
+    assert "e4m3-128x128" in line
+    assert layer.quant_method.experts_cls is None
+
+
+@pytest.mark.rest
+def test_8_bits_by_the_kernels_of_a_gpu(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """VLLM's kernel object launches SM90's kernels on the emulator."""
+    pytest.importorskip("cutlass")
+    gpu = replace(targets.from_arch("sm_90a"), sm_count=4)
+    layer = scaled_experts()
+    served(layer)
+    process(layer)
+    monkeypatch.setattr(ops.api.targets, "detect", lambda device: gpu)
+    ops.plan_of.cache_clear()
+    x, (weights, ids) = scaled_rows(5), routing(5)
+    with emulator.device(arch="sm_90a", sms=4, strict=True) as device:
+        out = layer.forward_modular(x, weights, ids)
+        assert device.launches > 1
+    ops.plan_of.cache_clear()
+    spec, given = operands_of(layer, x, weights, ids)
+    right = reference.exact(spec, given, torch.float32)
+    assert float((out.float() - right).norm() / right.norm()) < 0.02

@@ -2,6 +2,7 @@
 """Finds the routed experts of a model that this package serves, or why it does not."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,12 +11,18 @@ from torch import nn
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import dispatch, tuned
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.options import ServedBy
 
 # What is asked for by `--moe-backend` and is still served here, if `experts` is dsl.
 SAME_WEIGHTS = ("auto", "triton")
+# vLLM's methods whose weights are served: in 16 bits, and in e4m3.
+UNQUANTISED = "UnquantizedFusedMoEMethod"
+SCALED = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+# Where methods have vLLM's choice of kernels.
+BACKENDS = ("unquantized_backend", "fp8_backend")
 
 
 class Service(NamedTuple):
@@ -71,38 +78,80 @@ def judge(layer: Any, vllm_config: Any, target: Target) -> Service | str:
 
 def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     """As `judge`. Raises InvalidInput, Unsupported: no kernel has such a layer."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from dsl_backend.vllm_plugin.routed_experts.kernels import scheme_of
 
     method, moe = layer.quant_method, layer.moe_config
-    if type(method) is not UnquantizedFusedMoEMethod:
-        return f"{type(method).__name__} is not vLLM's method of 16-bit weights"
-    if method.moe_kernel is not None or method.experts_cls is None or has_kernels_elsewhere(method):
+    weight = format_of(layer)
+    if isinstance(weight, str):
+        return weight
+    if method.moe_kernel is not None or has_no_kernels(method) or has_kernels_elsewhere(method):
         return "vLLM has no kernels to replace, or has made them already"
     served_by = options.of(vllm_config).experts
     if reason := reason_against_request(moe, served_by):
         return reason
-    kernels = kernels_of(method.experts_cls)
-    supported, reason = kernels.is_supported_config(kernels, moe, None, None, kernels.activation_format())
+    kernels = kernels_of(method.experts_cls, weight)
+    if isinstance(kernels, str):
+        return kernels
+    supported, reason = kernels.is_supported_config(kernels, moe, *scheme_of(weight), kernels.activation_format())
     if not supported:
         return str(reason)
     if reason := reason_against_rows(kernels, vllm_config, layer):
         return reason
-    spec = spec_of(layer, kernels)
+    spec = spec_of(layer, kernels, weight)
     dispatch.choose(spec, target)
     service = Service(spec, kernels)
     return service if served_by is ServedBy.DSL else measured(service, method, target)
 
 
+def format_of(layer: Any) -> ScaledFormat | str | None:
+    """The format of a layer's weights as they are loaded, None of 16 bits; or why they are not served."""
+    method, name = layer.quant_method, type(layer.quant_method).__name__
+    if not type(method).__module__.startswith("vllm.") or name not in (UNQUANTISED, *SCALED):
+        return f"{name} is not vLLM's method of 16-bit weights, or of e4m3 with scales of blocks or of channels"
+    if name == UNQUANTISED:
+        return None
+    if method.weight_block_size is not None:
+        block = list(getattr(method, "moe_block_shape", None) or method.weight_block_size)
+        blocks = f"weights have scales of {'x'.join(map(str, block))} blocks: {GROUP}x{GROUP} are served"
+        return BLOCK_SCALED if block == [GROUP, GROUP] else blocks
+    experts, rows, _ = layer.w13_weight.shape
+    if tuple(layer.w13_weight_scale.shape) == (experts, rows, 1):
+        return ROW_SCALED
+    return "weights have one scale for each expert: 128x128 blocks and channels are served"
+
+
+def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of w13 and w2 of a layer with weights in 8 bits."""
+    ending = "weight_scale_inv" if hasattr(layer, "w13_weight_scale_inv") else "weight_scale"
+    return getattr(layer, f"w13_{ending}"), getattr(layer, f"w2_{ending}")
+
+
+def backend_name(method: Any) -> str:
+    """The attribute of a method that has vLLM's choice of kernels. Raises AttributeError where it has none."""
+    for name in BACKENDS:
+        if hasattr(method, name):
+            return name
+    raise AttributeError(f"{type(method).__name__} has none of {', '.join(BACKENDS)}")
+
+
+def has_no_kernels(method: Any) -> bool:
+    """Whether vLLM chose none where others may not be put. Of weights in 8 bits it has none on a CPU without AMX."""
+    return method.experts_cls is None and type(method).__name__ == UNQUANTISED
+
+
 def has_kernels_elsewhere(method: Any) -> bool:
     """Whether a method has its kernels outside of vLLM's classes for them, as 0.26's has them on a CPU."""
-    return bool(method.unquantized_backend.name == "CPU" and method.is_monolithic)
+    return bool(getattr(method, backend_name(method)).name == "CPU" and method.is_monolithic)
 
 
-def kernels_of(theirs: Any) -> Any:
-    """This package's class for the format of tokens that vLLM's kernels take."""
-    from dsl_backend.vllm_plugin.routed_experts.kernels import BatchedDSLExperts, DSLExperts, Format
+def kernels_of(theirs: Any, weight: ScaledFormat | None) -> Any:
+    """This package's class for the format of tokens that vLLM's kernels take; a text says why there is none."""
+    from dsl_backend.vllm_plugin.routed_experts.kernels import BatchedDSLExperts, DSLExperts, Format, ScaledDSLExperts
 
-    return BatchedDSLExperts if theirs.activation_format() is Format.BatchedExperts else DSLExperts
+    batched = theirs is not None and theirs.activation_format() is Format.BatchedExperts
+    if weight is None:
+        return BatchedDSLExperts if batched else DSLExperts
+    return f"weights in {weight} with tokens in vLLM's batched format" if batched else ScaledDSLExperts
 
 
 def reason_against_request(moe: Any, served_by: ServedBy) -> str:
@@ -125,18 +174,20 @@ def reason_against_rows(kernels: Any, vllm_config: Any, layer: Any) -> str:
     return "" if rows <= MAX_TOKENS else f"a step may have {rows} rows: {MAX_TOKENS} are the most"
 
 
-def spec_of(layer: Any, kernels: Any) -> ExpertsSpec:
-    """The spec of a layer as it is loaded.
+def spec_of(layer: Any, kernels: Any, weight: ScaledFormat | None) -> ExpertsSpec:
+    """The spec of a layer as it is loaded, with weights of a format.
 
     Raises:
         InvalidInput: its weights do not lie as kernels need them, or no kernel has such a layer.
     """
     from dsl_backend.vllm_plugin.routed_experts.kernels import activation_of
 
-    moe, method = layer.moe_config, layer.quant_method
-    activation, interleaved = activation_of(moe, method.get_fused_moe_quant_config(layer))
+    moe = layer.moe_config
+    activation, interleaved = activation_of(moe, constants_of(layer, weight))
     w13, w2 = layer.w13_weight, layer.w2_weight
-    check_weights(moe, layer.local_num_experts, w13, w2)
+    check_weights(moe, layer.local_num_experts, w13, w2, moe.in_dtype if weight is None else weight.values)
+    if weight is not None:
+        check_scales(layer, weight)
     batched = kernels.activation_format().name == "BatchedExperts"
     on_input = bool(layer.apply_router_weight_on_input)
     mapped = layer.expert_map is not None and not batched
@@ -145,7 +196,7 @@ def spec_of(layer: Any, kernels: Any) -> ExpertsSpec:
         hidden_size=w13.shape[2],
         intermediate_size=w2.shape[2],
         topk=1 if batched else moe.experts_per_token,
-        dtype=w13.dtype,
+        dtype=moe.in_dtype,
         activation=activation,
         interleaved=interleaved,
         w13_bias=hasattr(layer, "w13_bias"),
@@ -153,10 +204,38 @@ def spec_of(layer: Any, kernels: Any) -> ExpertsSpec:
         router_weights=RouterWeights.NONE if batched or on_input else RouterWeights.OUTPUT,
         global_experts=layer.expert_map.shape[0] if mapped else None,
         ids_dtype=torch.int32 if batched else compat.expert_ids_dtype(moe.moe_parallel_config),
+        weight=weight,
     )
 
 
-def check_weights(moe: Any, experts: int, w13: torch.Tensor, w2: torch.Tensor) -> None:
+def constants_of(layer: Any, weight: ScaledFormat | None) -> Any:
+    """What has a layer's constants of SwiGLU as `kernels.clamps` reads them.
+
+    With weights in 8 bits vLLM's configuration depends on the kernels that it chose, and making it may register
+    parameters or need scales that these weights have not.
+    """
+    if weight is None:
+        return layer.quant_method.get_fused_moe_quant_config(layer)
+    return SimpleNamespace(
+        gemm1_clamp_limit=getattr(layer, "swiglu_limit", None),
+        gemm1_alpha=getattr(layer, "swiglu_alpha", None),
+        gemm1_beta=getattr(layer, "swiglu_beta", None),
+    )
+
+
+def check_scales(layer: Any, weight: ScaledFormat) -> None:
+    """Raises InvalidInput unless the scales of a layer's weights are float32 and lie as kernels need them."""
+    for name, values, scale in zip(("w13", "w2"), (layer.w13_weight, layer.w2_weight), scales_of(layer), strict=True):
+        experts, rows, columns = values.shape
+        shape = (experts, *weight.scale_shape(rows, columns), *(() if weight.blocked else (1,)))
+        if tuple(scale.shape) != shape or scale.dtype != torch.float32 or not scale.is_contiguous():
+            raise InvalidInput(
+                f"scales of {name} are {scale.dtype} of shape {tuple(scale.shape)} and strides {scale.stride()}: "
+                f"packed float32 {list(shape)} is needed"
+            )
+
+
+def check_weights(moe: Any, experts: int, w13: torch.Tensor, w2: torch.Tensor, dtype: torch.dtype) -> None:
     """Raises InvalidInput unless w13 is [experts, 2 I, H] and w2 [experts, H, I], as the model has I and H."""
     sizes = (moe.hidden_dim, moe.intermediate_size_per_partition)
     hidden, width = unpadded = (
@@ -172,8 +251,8 @@ def check_weights(moe: Any, experts: int, w13: torch.Tensor, w2: torch.Tensor) -
             raise InvalidInput(
                 f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: packed {list(shape)} is needed"
             )
-        if tensor.dtype != moe.in_dtype:
-            raise InvalidInput(f"{name} is {tensor.dtype} and tokens are {moe.in_dtype}: one dtype is needed")
+        if tensor.dtype != dtype:
+            raise InvalidInput(f"{name} is {tensor.dtype}: {dtype} is needed with tokens of {moe.in_dtype}")
 
 
 def measured(service: Service, method: Any, target: Target) -> Service | str:
@@ -189,6 +268,6 @@ def measured(service: Service, method: Any, target: Target) -> Service | str:
             f"nothing measured says that dsl is faster for {service.spec}: "
             """--additional-config '{"dsl": {"experts": "dsl"}}' has dsl serve them"""
         )
-    if method.unquantized_backend.name != "TRITON":
+    if getattr(method, backend_name(method)).name != "TRITON":
         return f"dsl was measured to be faster than vLLM's Triton kernels, and not than {method.experts_cls.__name__}"
     return Service(service.spec, MeasuredExperts, ranges)

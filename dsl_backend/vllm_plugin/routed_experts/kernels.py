@@ -15,12 +15,14 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
+from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms import current_platform
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import ops, tuned
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
+from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime import target as targets
 
 Format = modular_kernel.FusedMoEActivationFormat
@@ -33,6 +35,16 @@ OTHER_FORMS = (
     "use_fi_nvl_two_sided_kernels",
     "use_fi_nvl_one_sided_kernels",
 )
+
+
+def scheme_of(weight: ScaledFormat | None) -> tuple[Any, Any]:
+    """VLLM's keys of a format of weights, and of what they are multiplied with."""
+    if weight == BLOCK_SCALED:
+        return quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym
+    if weight == ROW_SCALED:
+        return quant_utils.kFp8StaticChannelSym, quant_utils.kFp8DynamicTokenSym
+    assert weight is None, weight
+    return None, None
 
 
 def clamps(moe_config: Any, quant_config: Any) -> tuple[float | None, float, float]:
@@ -123,12 +135,13 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
         apply_router_weight_on_input: bool,
         **others: Any,
     ) -> None:
         """Writes output [M, K]. With weights on the input, vLLM has multiplied them in already."""
         weights = None if apply_router_weight_on_input else topk_weights.float().contiguous()
-        self.launch(output, hidden_states, w1, w2, weights, topk_ids.contiguous(), expert_map)
+        self.launch(output, hidden_states, w1, w2, weights, topk_ids.contiguous(), expert_map, a1q_scale)
 
     def launch(
         self,
@@ -139,10 +152,38 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
         weights: torch.Tensor | None,
         ids: torch.Tensor,
         expert_map: torch.Tensor | None,
+        x_scale: torch.Tensor | None = None,
     ) -> None:
         where = RouterWeights.NONE if weights is None else RouterWeights.OUTPUT
         layer = (self.w1_bias, self.w2_bias, expert_map, self.activation_name, self.parameters, where.value)
-        ops.EXPERTS(output, x, w13, w2, weights, ids, *layer)
+        ops.EXPERTS(output, x, w13, w2, weights, ids, *layer, *self.scales_of(x_scale))
+
+    def scales_of(self, x_scale: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Scales of w13, of w2, and of x where it is in 8 bits; none with weights in 16 bits."""
+        return None, None, None
+
+
+class ScaledDSLExperts(DSLExperts):
+    """As `DSLExperts`, with weights in e4m3 and a scale for each 128x128 block or each output channel.
+
+    The kernels quantise x themselves. Where vLLM has quantised it before it sent it to another rank, its scales are
+    used.
+    """
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) in (scheme_of(BLOCK_SCALED), scheme_of(ROW_SCALED))
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def scales_of(self, x_scale: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """VLLM's parameters; scales of channels are [E, rows, 1] there, and those of tokens [M, 1]."""
+        weights = (self.w1_scale, self.w2_scale)
+        if self.block_shape is not None:
+            return *weights, x_scale
+        return *(scale.flatten(1) for scale in weights), None if x_scale is None else x_scale.flatten()
 
 
 class MeasuredExperts(DSLExperts):

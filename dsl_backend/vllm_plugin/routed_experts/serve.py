@@ -18,11 +18,18 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
-from dsl_backend.vllm_plugin.routed_experts.find import Service, judge, reasons_against_engine, routed_experts
+from dsl_backend.vllm_plugin.routed_experts.find import (
+    BACKENDS,
+    Service,
+    backend_name,
+    judge,
+    reasons_against_engine,
+    routed_experts,
+)
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
-# vLLM's backends that leave weights as they are loaded.
-LEAVE_WEIGHTS = ("TRITON", "BATCHED_TRITON", "CPU")
+# vLLM's backends that leave weights as they are loaded: of 16 bits, and of 8 bits.
+LEAVE_WEIGHTS = dict(zip(BACKENDS, (("TRITON", "BATCHED_TRITON", "CPU"), ("TRITON",)), strict=True))
 # For each model that dsl serves in this process, in order: name of a layer -> how it is served.
 _served: list[dict[str, Service]] = []
 
@@ -48,9 +55,10 @@ def replace(layer: Any, kernels: type) -> None:
     """Have vLLM make a layer's kernels of this class, and leave its weights as they are loaded."""
     method = layer.quant_method
     method.experts_cls = kernels
-    backend = method.unquantized_backend
-    if backend.name not in LEAVE_WEIGHTS:
-        method.unquantized_backend = type(backend).TRITON
+    name = backend_name(method)
+    backend = getattr(method, name)
+    if backend.name not in LEAVE_WEIGHTS[name]:
+        setattr(method, name, type(backend).TRITON)
 
 
 def report(served: Counter[Service], left: Counter[str], target: Target) -> None:
