@@ -80,9 +80,9 @@ def experts(
     activation: str,
     parameters: list[float],
     router_weights: str,
-    w13_scale: torch.Tensor | None,
-    w2_scale: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
+    w13_scale: torch.Tensor | None = None,
+    w2_scale: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
 ) -> None:
     """Writes out; operands as `ExpertsOperands` has them, scales as `ExpertsScales`.
 

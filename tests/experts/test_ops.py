@@ -10,7 +10,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import api, ops
 from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.testing.experts import CASES, ExpertsCase, tensors
+from dsl_backend.testing.experts import CASES, SCALED_CASES, ExpertsCase, tensors
 
 CPU = torch.device("cpu")
 
@@ -28,17 +28,18 @@ def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
 
 def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
     out = torch.full_like(given.out, torch.nan)
-    ops.EXPERTS(out, *given[:8], *facts_of(case))
+    ops.EXPERTS(out, *given[:8], *facts_of(case), *given.scales)
     return out
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES])
 def test_as_by_plan_and_run(name: str) -> None:
     """All that a plan is told, the operator reads off its tensors."""
-    case = CASES[name]
+    case = (CASES | SCALED_CASES)[name]
     given = tensors(case, "cpu")
     plan = api.plan(case.spec, CPU)
-    run = api.run(plan, *given[:5], w13_bias=given.w13_bias, w2_bias=given.w2_bias, expert_map=given.expert_map)
+    more = {"w13_bias": given.w13_bias, "w2_bias": given.w2_bias, "expert_map": given.expert_map}
+    run = api.run(plan, *given[:5], **more, scales=given.scales)
     assert torch.equal(by_operator(case, given).nan_to_num(), run.nan_to_num())
 
 
@@ -66,6 +67,13 @@ def test_one_node_of_a_graph() -> None:
     out = compiled(torch.empty_like(given.out), given.x)
     assert torch.equal(out, by_operator(case, given) + 1)
     assert [name for name in graphs[0] if "experts" in name] == ["dsl_backend.experts.default"]
+
+
+def test_scales_of_no_format() -> None:
+    given = tensors(SCALED_CASES["blocks"], "cpu")
+    given = given._replace(scales=given.scales._replace(w13=torch.ones(4)))
+    with pytest.raises(InvalidInput, match=r"w13_scale has 1 dimensions: 2 \(channels\) or 3 \(blocks\) are needed"):
+        by_operator(SCALED_CASES["blocks"], given)
 
 
 def test_a_plan_for_each_kind_of_layer() -> None:
