@@ -3,6 +3,8 @@
 
 from typing import Any
 
+from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED
+
 from ..case import Case, case_of
 from .problems import Problem
 
@@ -16,6 +18,9 @@ MODELS: dict[str, dict[str, Any]] = {
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SKEWED_TOKENS = (8, 128, 2048)
+# Published with weights in e4m3, and the formats of these.
+FP8_MODELS = ("qwen3-30b", "deepseek-v3-ep8")
+SCHEMES = {"blocks": BLOCK_SCALED, "channels": ROW_SCALED}
 
 
 def cases() -> list[Case[Problem]]:
@@ -27,6 +32,14 @@ def cases() -> list[Case[Problem]]:
         for routing in ("zipf", "one")
         for m in SKEWED_TOKENS
     ]
+    found += [
+        case_of(f"{ending}-{name}-{m}", Problem(m=m, weight=kind, **MODELS[name]), "fp8")
+        for name in FP8_MODELS
+        for ending, kind in SCHEMES.items()
+        for m in TOKENS
+    ]
     tiny: dict[str, Any] = {"experts": 4, "hidden": 64, "width": 40, "topk": 2}
     found += [case_of(f"{m}", Problem(m=m, **tiny), "tiny") for m in (1, 5)]
+    small: dict[str, Any] = {"experts": 4, "hidden": 64, "width": 128, "topk": 2}
+    found += [case_of(ending, Problem(m=5, weight=kind, **small), "tiny") for ending, kind in SCHEMES.items()]
     return found

@@ -11,6 +11,7 @@ import benchmarks
 from benchmarks.case import TABLE
 from benchmarks.experts.problems import ROUTINGS, Problem, build, reference
 from benchmarks.experts.rows import MODELS, TOKENS
+from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED
 
 SMALL = {"experts": 4, "hidden": 16, "width": 24, "topk": 2}
 
@@ -30,6 +31,13 @@ def test_bytes_and_operations() -> None:
     assert Problem(m=500, routing="one", **SMALL).chosen_experts == pytest.approx(2)
 
 
+def test_bytes_of_weights_in_8_bits() -> None:
+    sizes = {"experts": 4, "hidden": 256, "width": 128, "topk": 2}
+    blocks, channels = (Problem(m=1, weight=kind, **sizes) for kind in (BLOCK_SCALED, ROW_SCALED))
+    assert blocks.traffic_bytes == 2 * (3 * 256 * 128 + 4 * (4 + 2)) + 4 * 256
+    assert channels.traffic_bytes == 2 * (3 * 256 * 128 + 4 * (256 + 256)) + 4 * 256
+
+
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_the_oracle(routing: str) -> None:
     problem = Problem(m=60, routing=routing, **SMALL)
@@ -47,6 +55,6 @@ def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
     options = benchmarks.Options(rows="^tiny", seconds=0.01, peers="none", device=device.type)
     assert benchmarks.main("experts", file, options) == 0
     rows = [json.loads(line) for line in file.read_text().splitlines()][1:]
-    assert len(rows) == 2
+    assert len(rows) == 4
     for row in rows:
         assert {cell["provider"]: cell["status"] for cell in row["cells"]}["dsl"] == "ok", row
