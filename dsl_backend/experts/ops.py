@@ -74,19 +74,18 @@ def experts(
     w2: torch.Tensor,
     topk_weights: torch.Tensor | None,
     topk_ids: torch.Tensor,
-    w13_bias: torch.Tensor | None,
-    w2_bias: torch.Tensor | None,
+    biases: list[torch.Tensor | None],
+    scales: list[torch.Tensor | None],
     expert_map: torch.Tensor | None,
     activation: str,
     parameters: list[float],
     router_weights: str,
-    w13_scale: torch.Tensor | None = None,
-    w2_scale: torch.Tensor | None = None,
-    x_scale: torch.Tensor | None = None,
 ) -> None:
-    """Writes out; operands as `ExpertsOperands` has them, scales as `ExpertsScales`.
+    """Writes out; operands as `ExpertsOperands` has them.
 
     Args:
+        biases: of w13 and w2.
+        scales: of w13, w2 and x, as `ExpertsScales` has them.
         activation, parameters: as `named` makes them.
         router_weights: a value of RouterWeights.
 
@@ -94,7 +93,8 @@ def experts(
         InvalidInput: an argument does not fit.
         Unsupported: no kernel serves the layer.
     """
-    weight = None if w13_scale is None else format_of(w13_scale)
+    (w13_bias, w2_bias), given = biases, ExpertsScales(*scales)
+    weight = None if given.w13 is None else format_of(given.w13)
     layer = Layer(
         num_experts=w13.shape[0],
         hidden_size=x.shape[-1],
@@ -109,7 +109,7 @@ def experts(
         global_experts=None if expert_map is None else expert_map.shape[0],
         ids_dtype=topk_ids.dtype,
         weight=weight,
-        x=None if x_scale is None or weight is None else ACTIVATIONS_OF[weight],
+        x=None if given.x is None or weight is None else ACTIVATIONS_OF[weight],
     )
     plan = plan_of(layer, x.device, current_stream(x.device))
     api.run(
@@ -123,7 +123,7 @@ def experts(
         w2_bias=w2_bias,
         expert_map=expert_map,
         out=out,
-        scales=ExpertsScales(w13_scale, w2_scale, x_scale),
+        scales=given,
     )
 
 

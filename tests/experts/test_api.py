@@ -341,7 +341,8 @@ def test_a_model_whose_experts_are_unusual_says_why() -> None:
 def test_kernels_by_name_are_chosen_by_nothing_else() -> None:
     """What chooses between them serves the same layers: nobody has to read why they do not."""
     names = [entry.name for entry, _ in dispatch.judge(PLAIN.spec, H200)]
-    assert names == ["cute", "triton", "triton", "reference"]  # Triton's for weights in 16 and in 8 bits
+    # CuTe DSL's and Triton's, both for weights in 16 and in 8 bits.
+    assert names == ["cute", "cute-scaled", "triton", "triton", "reference"]
     assert dispatch.choose(PLAIN.spec, H200).name == "cute"
     assert dispatch.choose(PLAIN.spec, H200, "cute-grouped").name == "cute-grouped"
     with pytest.raises(Unsupported) as error:

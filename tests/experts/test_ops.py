@@ -26,9 +26,14 @@ def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
     return *ops.named(case.spec.activation, case.spec.interleaved), case.router_weights.value
 
 
+def operands_of(given: ExpertsOperands) -> tuple[object, ...]:
+    """What the operator is given of tensors, beside the output."""
+    return *given[:5], [given.w13_bias, given.w2_bias], list(given.scales), given.expert_map
+
+
 def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
     out = torch.full_like(given.out, torch.nan)
-    ops.EXPERTS(out, *given[:8], *facts_of(case), *given.scales)
+    ops.EXPERTS(out, *operands_of(given), *facts_of(case))
     return out
 
 
@@ -56,7 +61,7 @@ def test_one_node_of_a_graph() -> None:
     given, facts, graphs = tensors(case, "cpu"), facts_of(case), []
 
     def layer(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ops.EXPERTS(out, x, *given[1:8], *facts)
+        ops.EXPERTS(out, x, *operands_of(given)[1:], *facts)
         return out + 1
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:

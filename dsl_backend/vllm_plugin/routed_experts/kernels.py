@@ -155,12 +155,13 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
         x_scale: torch.Tensor | None = None,
     ) -> None:
         where = RouterWeights.NONE if weights is None else RouterWeights.OUTPUT
-        layer = (self.w1_bias, self.w2_bias, expert_map, self.activation_name, self.parameters, where.value)
-        ops.EXPERTS(output, x, w13, w2, weights, ids, *layer, *self.scales_of(x_scale))
+        biases, scales = [self.w1_bias, self.w2_bias], self.scales_of(x_scale)
+        layer = (expert_map, self.activation_name, self.parameters, where.value)
+        ops.EXPERTS(output, x, w13, w2, weights, ids, biases, scales, *layer)
 
-    def scales_of(self, x_scale: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def scales_of(self, x_scale: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Scales of w13, of w2, and of x where it is in 8 bits; none with weights in 16 bits."""
-        return None, None, None
+        return []
 
 
 class ScaledDSLExperts(DSLExperts):
@@ -178,12 +179,12 @@ class ScaledDSLExperts(DSLExperts):
     def expects_unquantized_inputs(self) -> bool:
         return True
 
-    def scales_of(self, x_scale: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def scales_of(self, x_scale: torch.Tensor | None) -> list[torch.Tensor | None]:
         """VLLM's parameters; scales of channels are [E, rows, 1] there, and those of tokens [M, 1]."""
         weights = (self.w1_scale, self.w2_scale)
         if self.block_shape is not None:
-            return *weights, x_scale
-        return *(scale.flatten(1) for scale in weights), None if x_scale is None else x_scale.flatten()
+            return [*weights, x_scale]
+        return [*(scale.flatten(1) for scale in weights), None if x_scale is None else x_scale.flatten()]
 
 
 class MeasuredExperts(DSLExperts):
