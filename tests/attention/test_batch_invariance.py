@@ -46,9 +46,10 @@ class Run:
     arch: str = "sm_90a"
     split: bool = True
     mla_config: Any = None
+    sms: int = SMS
 
     def kernel(self, spec: Any) -> Kernel:
-        target = replace(from_arch(self.arch), sm_count=SMS)
+        target = replace(from_arch(self.arch), sm_count=self.sms)
         if self.mla_config is not None:
             mla_launch: Any = mla_sm90_launch if self.arch == "sm_90a" else mla_sm100_launch
             assert not self.mla_config.objections(spec, target.smem_bytes)
@@ -81,6 +82,19 @@ RUNS = (
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),
     Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3)),
+    # Work tiles of one token, which are folded beside Q, before and after larger ones.
+    Run(
+        "mla-fold-in-smem",
+        replace(MLA, q_lens=(1, 6, 0, 1, 1, 1, 2), kv_lens=(420, 200, 0, 33, 500, 300, 290)),
+        mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True, fold_in_smem=True),
+    ),
+    # One CTA: Q of the second request is loaded to where the fold of the first one waits.
+    Run(
+        "mla-fold-before-larger-q",
+        replace(MLA, q_lens=(1, 3), kv_lens=(150, 70)),
+        mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True, fold_in_smem=True),
+        sms=1,
+    ),
     Run("mla-128", MLA_128, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, cluster=2)),
     # Tasks of 128 columns in the combine kernel, and more splits than it has in flight then.
     Run(
@@ -96,7 +110,7 @@ RUNS = (
     Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
-QUICK = ("decode", "prefill", "mla", "mla-128-combine", "mla-128-sm100")
+QUICK = ("decode", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]
@@ -143,7 +157,7 @@ def results(run: Run, problem: Problem, kernel: Kernel, requests: Sequence[int],
         problem.v_scale,
     )
     schedule = SCHEDULES[index % len(SCHEDULES)]
-    with emulator.device(arch=run.arch, sms=SMS, schedule=schedule, seed=index, strict=True):
+    with emulator.device(arch=run.arch, sms=run.sms, schedule=schedule, seed=index, strict=True):
         kernel.bind(batch, 1, batch.max_query_len)(operands)
     return result
 

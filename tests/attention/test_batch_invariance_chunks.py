@@ -131,6 +131,9 @@ LAYERS = {
     "sm90-mla": Layer(
         mla(16, (288, 256), **LATENT), "sm_90a", 64, (SM90_MLA,), replace(SM90_MLA, speculative_max=False)
     ),
+    "sm90-mla-smem": Layer(
+        mla(16, (288, 256), **LATENT), "sm_90a", 64, (replace(SM90_MLA, fold_in_smem=True),), SM90_MLA
+    ),
     "sm90-mla-128": Layer(
         mla(128, (288, 256), **LATENT, page=64),
         "sm_90a",
@@ -188,7 +191,8 @@ QUICK = {
     ("sm90", "other-config"),
     ("sm90-window", "chunks"),
     ("sm90-mla", "chunks"),
-    ("sm90-mla", "short-own-splits"),
+    ("sm90-mla-smem", "short"),
+    ("sm90-mla-smem", "short-own-splits"),
     ("sm100", "short"),
     ("sm100", "short-own-splits"),
     ("sm100-mla", "chunks"),

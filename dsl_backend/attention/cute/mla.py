@@ -20,8 +20,9 @@ from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTile
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
-from dsl_backend.attention.cute.sizes import chunk
+from dsl_backend.attention.cute.sizes import chunk, fold_workspace_size
 from dsl_backend.attention.cute.tiles import NUMERIC, SWIZZLES, LayerKey
+from dsl_backend.primitives.copy import VECTOR_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,10 @@ class MlaKey(LayerKey):
     def dynamic_scheduler(self) -> bool:
         """Never: the CTAs of a cluster must have work tiles with the same keys."""
         return False
+
+    @property
+    def smem_fold_rows(self) -> int:
+        return self.config.smem_fold_rows if self.tiles_per_split else 0
 
     @property
     def v_splits(self) -> int:
@@ -59,6 +64,7 @@ class TiledMla:
         most_boxes: of Q in a tile, at most.
         box_tokens: tokens of a box of Q.
         rows_loaded: rows of Q that are loaded for every work tile. The others hold zeros, or earlier queries.
+        few_rows_chunk: elements from a chunk of Q to the next one, in a work tile of up to `key.smem_fold_rows` rows.
         mma_commits_late: tcgen05.commit signals that K was read, at a time when the peer's load warp may have ended.
         math_clears: the MMA warpgroups zero the rows of Q that TMA may not write, and release Q to the load warp before
             the first work tile; else all warps zero them before the roles start.
@@ -80,6 +86,8 @@ class TiledMla:
         self.box_tokens = tokens_of_box(key.pack_gqa, self.tokens_per_tile, self.most_boxes)
         self.rows_loaded = self.box_tokens * key.pack_gqa
         self.math_clears = self.most_boxes > 1 and self.rows_loaded < ROWS
+        # Chunks of a Q of few rows lie close together, and what follows them is free.
+        self.few_rows_chunk = self.rows_loaded * self.chunk
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
         self.parts: tuple[range, ...] = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
@@ -96,6 +104,16 @@ class TiledMla:
             cute.tile_to_shape(atom, (tile_n, self.dims, self.config.stages), order=(0, 1, 2)),
             cute.tile_to_shape(self.atom(chunk(tile_n)), (ROWS, tile_n), order=(0, 1)),
         )
+
+    def smem_fold_workspace(self, sQ: cute.Tensor) -> cute.Tensor | None:
+        """What is free of sQ where Q has few rows: the MMAs read ROWS rows from the begin of each chunk."""
+        if not self.key.smem_fold_rows:
+            return None
+        begin = (self.dims // self.chunk - 1) * self.few_rows_chunk + ROWS * self.chunk
+        size = fold_workspace_size(self.key.smem_fold_rows, self.dims_v)
+        address = sQ.iterator.toint() + begin * self.dtype.width // 8
+        pointer = cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+        return cute.make_tensor(pointer, cute.make_layout(size))
 
     def tma_target(self, allocator: cutlass.utils.SmemAllocator, sK: cute.Tensor) -> cute.Tensor:
         """Where TMA writes keys: sK, or stages of fp8 that are dequantized into sK."""

@@ -41,6 +41,11 @@ class MlaTileConfig:
     evict_first: bool = False
 
     @property
+    def smem_fold_rows(self) -> int:
+        """Rows of a work tile up to which fixed splits are folded in shared memory; 0: in global memory always."""
+        return 0
+
+    @property
     def least_stages(self) -> int:
         return 2
 

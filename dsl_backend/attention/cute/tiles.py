@@ -75,6 +75,11 @@ class LayerKey:
         return self.tiles_per_split > 0
 
     @property
+    def smem_fold_rows(self) -> int:
+        """Rows of a work tile up to which a CTA keeps what it has combined in shared memory, beside Q; 0: none."""
+        return 0
+
+    @property
     def scaled_by_head(self) -> bool:
         """Whether KV heads may have different dequantization scales."""
         return self.kv.fp8 and self.heads_kv > 1

@@ -66,6 +66,8 @@ class MlaLoadWarp(LoadWarp):
         strides = (box.stride, kernel.rows_loaded * kernel.chunk, ROWS * kernel.chunk)
         layout = cute.make_layout((box.shape, self.q_boxes, self.chunks), stride=strides)
         self.sQ = cute.make_tensor(sQ.iterator, layout)
+        few_rows = cute.make_layout(layout.shape, stride=(*strides[:2], kernel.few_rows_chunk))
+        self.sQ_few_rows = cute.make_tensor(sQ.iterator, few_rows)
 
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
         """The TMA atoms, whose descriptors are prefetched."""
@@ -108,6 +110,17 @@ class MlaLoadWarp(LoadWarp):
         cute.arch.mbarrier_wait(self.barriers.q_empty, (count & 1) ^ self.q_phase)
         mbar_full = self.barriers.q_full
         boxes = self.expect_queries(work, mbar_full)
+        if cutlass.const_expr(self.key.smem_fold_rows):
+            if work.num_rows <= self.key.smem_fold_rows:
+                self.copy_queries(work, self.sQ_few_rows, boxes, mbar_full)
+            else:
+                self.copy_queries(work, self.sQ, boxes, mbar_full)
+        else:
+            self.copy_queries(work, self.sQ, boxes, mbar_full)
+
+    @cute.jit
+    def copy_queries(self, work: WorkTile, sQ: cute.Tensor, boxes: cutlass.Int32 | int, mbar_full: cute.Pointer):
+        """Load the boxes of Q to sQ [head and token, box, chunk]."""
         tile = (self.key.pack_gqa, self.box_tokens, self.chunk)
         first = 0
         for atom, mQ, chunks in (
@@ -116,7 +129,7 @@ class MlaLoadWarp(LoadWarp):
         ):
             gQ = cute.domain_offset((0, work.q_offset, 0), mQ[None, None, None, work.head_block])
             gQ = cute.group_modes(cute.local_tile(gQ, tile, (0, None, None)), 0, 3)
-            tQsQ, tQgQ = cpasync.tma_partition(atom, 0, cute.make_layout(1), self.sQ, gQ)
+            tQsQ, tQgQ = cpasync.tma_partition(atom, 0, cute.make_layout(1), sQ, gQ)
             for box in cutlass.range(boxes, unroll=1):
                 for c in cutlass.range_constexpr(chunks):
                     cute.copy(atom, tQgQ[None, box, c], tQsQ[None, box, first + c], tma_bar_ptr=mbar_full)

@@ -28,9 +28,10 @@ class FixedSplitRange(NamedTuple):
     """An output tile whose splits belong to several CTAs, the first of them this one; the combine kernel completes it.
 
     Attributes:
-        num_splits: 0 where there is no such tile, and the other fields mean nothing.
+        num_splits: partial results, of splits or of several that one CTA folded; 0 where there is no such tile, and the
+            other fields mean nothing.
         q_offset: its first row of q. num_rows: of its row tile.
-        partial_idx: of its last split's partial result; those of the splits before follow.
+        partial_idx: of the first partial result; those of the splits before follow.
     """
 
     num_splits: cutlass.Int32
@@ -43,12 +44,17 @@ class FixedSplitRange(NamedTuple):
 FIXED_SPLIT_RANGE_FIELDS = 8  # a multiple of a vector
 
 
+# Added to `partial_idx` of a work tile whose splits the CTA folds to one partial result, at the index of the last one.
+FOLDED_PARTIAL = 1 << 30
+
+
 class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
     """The shares of BalancedSplitKVTileScheduler, moved to where splits begin: a work tile has whole splits.
 
     An output tile's iterations go from its last key tile to its first, as its splits do. The partial result of a work
     tile's last split has index `partial_idx`, those of the splits before follow. A CTA that has all splits of an output
-    tile combines them itself.
+    tile combines them itself. A fold begins with an output tile's last split: the CTA that has it may fold its splits
+    to one partial result, where that is cheap: in tiles of up to `key.smem_fold_rows` rows.
 
     Args:
         partials: the workspace of partial results. If a batch may leave more than it holds, no output tile is split.
@@ -139,12 +145,19 @@ class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
             if end - begin < part.key_tiles:
                 partial_idx = first_partial + last_split - quotient(end - 1, self.tiles_per_split)
             head_block = part.head_block * self.cluster + share.cta_rank
-            work = self.whole_splits(part, head_block, begin, end, partial_idx)
+            begins = end == n_block_max and partial_idx != NOT_SPLIT
+            folded, marked_idx = cutlass.Int32(0), partial_idx
+            if cutlass.const_expr(self.key.smem_fold_rows > 0):
+                num_rows = cutlass.min(part.seqlen_q - part.token, self.tokens_per_tile) * self.key.pack_gqa
+                if begins and num_rows <= self.key.smem_fold_rows:
+                    folded = last_split - quotient(begin, self.tiles_per_split)
+                    marked_idx = partial_idx + FOLDED_PARTIAL
+            work = self.whole_splits(part, head_block, begin, end, marked_idx)
             self.work_pipeline.produce(num_produced, work)
             num_produced += 1
-            if end == n_block_max and partial_idx != NOT_SPLIT:
-                num_splits = last_split - quotient(n_block_min, self.tiles_per_split) + 1
-                self.write_split_range(work, share, first_partial)
+            if begins:
+                num_splits = last_split - quotient(n_block_min, self.tiles_per_split) + 1 - folded
+                self.write_split_range(work, share, first_partial + folded)
         return num_produced, num_splits
 
     @cute.jit

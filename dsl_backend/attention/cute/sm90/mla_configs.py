@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
-from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
+from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES, packed_gqa_heads
 from dsl_backend.attention.spec import AttentionSpec
 
 GROUPS = 2  # MMA warpgroups, each for half of V's columns
@@ -16,6 +16,7 @@ REGISTERS, DEQUANT_REGISTERS = (232, 40, 0), (200, 48, 64)
 # Columns of a WGMMA of PV: the registers that a thread has at launch limit them (WGMMA_SPARE_REGISTERS).
 COLUMNS, DEQUANT_COLUMNS = 256, 128
 OTHER_REGISTERS = 32  # of an MMA thread, for addresses and row statistics
+SMEM_FOLD_ROWS = 16  # of a box of Q, where packed heads divide it: one warp of each warpgroup has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +28,18 @@ class MlaConfig(MlaTileConfig):
             during its softmax. Otherwise after it, and the first tile's stage is empty sooner.
         speculative_max: as in `DenseConfig`.
         combine_many_rows: as `many_rows` of SplitKVCombine.
+        fold_in_smem: a CTA folds the splits of a batch-invariant layer in shared memory where a work tile has up to
+            SMEM_FOLD_ROWS rows, whose Q leaves room for them; of a split output tile, those from its last split on.
     """
 
     scores_first: bool = False
     speculative_max: bool = False
     combine_many_rows: bool = False
+    fold_in_smem: bool = False
+
+    @property
+    def smem_fold_rows(self) -> int:
+        return SMEM_FOLD_ROWS if self.fold_in_smem else 0
 
     @property
     def threads(self) -> int:
@@ -56,7 +64,19 @@ class MlaConfig(MlaTileConfig):
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         needed = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         most = self.registers[0] - OTHER_REGISTERS
-        return [f"O, S and P need {needed} registers of a thread: it has {most} for them"] if needed > most else []
+        reasons = [f"O, S and P need {needed} registers of a thread: it has {most} for them"] if needed > most else []
+        packed = packed_gqa_heads(spec.group)
+        if self.fold_in_smem and not folds_in_smem(spec):
+            reasons.append(
+                f"a fold in shared memory, {packed} packed heads, batch_invariant={spec.batch_invariant}: a "
+                f"batch-invariant layer whose packed heads divide {SMEM_FOLD_ROWS} is possible"
+            )
+        return reasons
+
+
+def folds_in_smem(spec: AttentionSpec) -> bool:
+    """Whether a layer has fixed splits, and work tiles of few rows whose Q leaves room for their fold."""
+    return spec.batch_invariant and SMEM_FOLD_ROWS % packed_gqa_heads(spec.group) == 0
 
 
 def default_mla_config(spec: AttentionSpec) -> MlaConfig:
@@ -72,6 +92,8 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     Keys of a batch-invariant layer are evicted from L2 first, so that what CTAs fold stays there: on an H100 128
     requests of 16 heads took 264 us and not 304, of 128 heads 312 us and not 360. Its combine kernel has warps for 128
     columns where rows are many: 8 requests of 128 heads took 68.3 us and not 71.3, but of 16 heads 45.9 and not 43.0.
+    Where Q leaves room, its CTAs fold splits in shared memory: on an H200 128 requests of 16 heads and 4k keys took 161
+    us and not 209, 64 took 105 and not 112, 8 of 8k keys 32.5 and not 32.1.
 
     With an fp8 cache, shared memory holds an fp8 tile and two tiles of 16 bits: with 576 elements, 64 keys need 108 KB
     for one stage of each, and Q needs 72 KB.
@@ -91,6 +113,7 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
         evict_first=spec.batch_invariant,
         row_groups=not spec.batch_invariant,
         combine_many_rows=head_blocks > 1 if spec.batch_invariant else spec.group > 16,
+        fold_in_smem=folds_in_smem(spec),
     )
 
 
@@ -119,3 +142,5 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
         if not config.objections(spec, smem_bytes):
             yield config
     yield replace(default_mla_config(spec), evict_first=not spec.batch_invariant)
+    if folds_in_smem(spec):
+        yield replace(default_mla_config(spec), fold_in_smem=not default_mla_config(spec).fold_in_smem)

@@ -142,7 +142,7 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         else:
             count = work.n_block_max - work.n_block_min
             if count > 0:
-                self.issue_qk(tiles)
+                self.issue_qk(work, tiles)
                 warpgroup.wait_group(0)
                 self.release_k(work, 0, tiles, releases_q)
                 self.online_softmax(work, 0)
@@ -160,15 +160,15 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
     # ------------------------------------------------------------------ QK
 
     @cute.jit
-    def issue_qk(self, count: cutlass.Int32):
+    def issue_qk(self, work: WorkTile, count: cutlass.Int32):
         """Issue S = Q K^T of the count-th key tile."""
         stages = cutlass.const_expr(self.config.dequant_stages)
         stage = stage_of(count, stages)
         cute.arch.mbarrier_wait(self.barriers.k_full + stage, phase_of(count, stages))
         warpgroup.fence()
-        self.issue_qk_chunk(0, stage, True)
+        self.issue_qk_chunk(work, 0, stage, True)
         for chunk in cutlass.range(1, self.kernel.dims // self.kernel.chunk, unroll=1):
-            self.issue_qk_chunk(chunk, stage, False)
+            self.issue_qk_chunk(work, chunk, stage, False)
         warpgroup.commit_group()
 
     def release_part(self, count: cutlass.Int32, part: int) -> None:

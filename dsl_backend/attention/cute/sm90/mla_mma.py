@@ -19,14 +19,14 @@ from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.mla_configs import PARTS, ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
+from dsl_backend.attention.cute.scheduler.split_kv import FOLDED_PARTIAL, num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm90.dense_mma import RESCALE_THRESHOLD, rescale_rows, with_accumulate
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
-from dsl_backend.attention.cute.sm90.split_fold import SplitFold
+from dsl_backend.attention.cute.sm90.split_fold import VECTOR, FoldWorkspace, SplitFold
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import row_offset
 from dsl_backend.primitives.accumulators import downcast, fence_operand
@@ -90,7 +90,18 @@ class MlaMmaConsumer:
         self.softmax = self.make_softmax()
         self.split_fold = None
         if kernel.key.tiles_per_split:
-            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, MMA_THREADS, self.row)
+            few_rows = self.key.smem_fold_rows
+            few_rows_workspace = self.few_rows_workspace(thread) if few_rows else None
+            self.split_fold = SplitFold(
+                self.acc_O,
+                self.softmax,
+                fold_workspace,
+                thread,
+                MMA_THREADS,
+                self.row,
+                few_rows,
+                few_rows_workspace,
+            )
 
     def partition(self, mmas: MlaTiledMmas, smem: Any, thread: cutlass.Int32) -> None:
         """Set the operands and accumulators; `thread` is of both warpgroups."""
@@ -110,6 +121,11 @@ class MlaMmaConsumer:
     def make_softmax(self) -> Any:
         in_order = self.key.tiles_per_split > 0
         return SpeculativeSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD, in_order=in_order)
+
+    def few_rows_workspace(self, thread: cutlass.Int32) -> FoldWorkspace:
+        """Of the first warps of both warpgroups, whose rows a work tile of few rows has; `thread` is of both."""
+        workspace = self.kernel.smem_fold_workspace(self.sQ)
+        return FoldWorkspace(workspace, cute.size(self.acc_O) // VECTOR, self.group * 32 + thread % 32, GROUPS * 32)
 
     @cute.jit
     def run(self):
@@ -150,22 +166,32 @@ class MlaMmaConsumer:
     @cute.jit
     def mma_splits(self, work: WorkTile, tiles: cutlass.Int32, splits: cutlass.Int32):
         """The splits of a batch-invariant layer's work tile; return `splits`, those of all work tiles so far."""
-        num_splits = num_splits_of(self.key, work)
+        num_splits, partial_idx = num_splits_of(self.key, work), work.partial_idx
+        folds, keeps_q = partial_idx == NOT_SPLIT, cutlass.Boolean(False)
+        if cutlass.const_expr(self.key.smem_fold_rows > 0):
+            if partial_idx >= FOLDED_PARTIAL:
+                folds, partial_idx = cutlass.Boolean(True), partial_idx - FOLDED_PARTIAL
+            # The next Q may be larger, and be loaded to where the fold waits.
+            keeps_q = folds and num_splits > 1 and work.num_rows <= self.key.smem_fold_rows
+        work = work._replace(partial_idx=partial_idx)
         for index in cutlass.range(num_splits, unroll=1):
             split = split_of(self.key, work, index)
             is_last = index + 1 == num_splits
-            self.mma_tiles(split, tiles + work.n_block_max - split.n_block_max, splits + index, is_last)
+            releases_q = is_last and not keeps_q
+            self.mma_tiles(split, tiles + work.n_block_max - split.n_block_max, splits + index, releases_q)
             # Also resets row_max and row_sum.
             self.split_fold.end_split()
-            if split.partial_idx != NOT_SPLIT:
-                self.store_partial(split)
-            else:
+            if folds:
                 if index > 0:
                     self.split_fold.load(work.num_rows)
-                if is_last:
-                    self.store_out(split)
-                else:
+                if not is_last:
                     self.split_fold.store(work.num_rows)
+            if cutlass.const_expr(self.key.smem_fold_rows > 0):
+                if is_last and keeps_q:
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    self.release_q()
+            if is_last or not folds:
+                self.epilogue(split)
             self.acc_O.fill(0.0)
         return splits + num_splits
 
@@ -188,7 +214,7 @@ class MlaMmaConsumer:
         """The first warpgroup's work tile, with S of the even key tiles; `tiles`: key tiles before it."""
         count = work.n_block_max - work.n_block_min
         for step in cutlass.range(0, count, 2, unroll=1):
-            self.issue_qk(tiles + step)
+            self.issue_qk(work, tiles + step)
             warpgroup.wait_group(0)
             self.release_k(work, step, tiles + step, releases_q)
             self.online_softmax(work, step)
@@ -213,7 +239,7 @@ class MlaMmaConsumer:
                 self.issue_pv_shared(work, step, tiles + step)
                 warpgroup.wait_group(0)
                 self.release_v(tiles + step)
-                self.issue_qk(tiles + step + 1)
+                self.issue_qk(work, tiles + step + 1)
                 warpgroup.wait_group(0)
                 self.release_k(work, step + 1, tiles + step + 1, releases_q)
                 self.online_softmax(work, step + 1)
@@ -229,7 +255,7 @@ class MlaMmaConsumer:
         self, work: WorkTile, step: cutlass.Int32, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool
     ):
         """S and P of this warpgroup's tile `step`, with PV of the other one's tile before it during the softmax."""
-        self.issue_qk(tiles + step)
+        self.issue_qk(work, tiles + step)
         self.issue_pv_shared(work, step - 1, tiles + step - 1)
         warpgroup.wait_group(1)
         self.release_k(work, step, tiles + step, releases_q)
@@ -240,7 +266,7 @@ class MlaMmaConsumer:
     # ------------------------------------------------------------------ QK
 
     @cute.jit
-    def issue_qk(self, count: cutlass.Int32):
+    def issue_qk(self, work: WorkTile, count: cutlass.Int32):
         """Issue S = Q K^T of the count-th key tile, part by part as they arrive."""
         stage, phase = count % self.config.stages, (count // self.config.stages) & 1
         rope = cutlass.const_expr(self.kernel.parts[0])
@@ -249,27 +275,43 @@ class MlaMmaConsumer:
             warpgroup.fence()
             if cutlass.const_expr(part == 0):
                 for chunk in cutlass.range_constexpr(rope.start, rope.stop):
-                    self.issue_qk_chunk(chunk, stage, chunk == rope.start)
+                    self.issue_qk_chunk(work, chunk, stage, chunk == rope.start)
             else:
                 # A loop: ptxas would keep the addresses of all WGMMAs in registers.
                 chunks = cutlass.const_expr(self.kernel.parts[part])
                 for chunk in cutlass.range(chunks.start, chunks.stop, unroll=1):
-                    self.issue_qk_chunk(chunk, stage, False)
+                    self.issue_qk_chunk(work, chunk, stage, False)
         warpgroup.commit_group()
 
     @cute.jit
-    def issue_qk_chunk(self, chunk: cutlass.Int32, stage: cutlass.Int32, first: cutlass.Constexpr[bool]):
+    def issue_qk_chunk(
+        self, work: WorkTile, chunk: cutlass.Int32, stage: cutlass.Int32, first: cutlass.Constexpr[bool]
+    ):
         """Add a chunk of Q K^T to S; the first one overwrites S."""
         for k_block in cutlass.range_constexpr(self.k_blocks):
             overwrite = cutlass.const_expr(first and k_block == 0)
             tiled_mma_qk = self.tiled_mma_qk if overwrite else self.tiled_mma_qk_accumulate
-            k = self.k_of(k_block, chunk)
-            tSrQ, tSrK = self.tSrQ[None, None, k, 0], self.tSrK[None, None, k, stage]
+            tSrQ = self.q_operand(work, k_block, chunk)
+            tSrK = self.tSrK[None, None, self.k_of(k_block, chunk), stage]
             cute.gemm(tiled_mma_qk, self.acc_S, tSrQ, tSrK, self.acc_S)
 
     def k_of(self, k_block: int, chunk: cutlass.Int32) -> Any:
         """The coordinate of a k-block in the operands of Q K^T."""
         return (k_block, chunk) if self.k_blocks > 1 else chunk
+
+    @cute.jit
+    def q_operand(self, work: WorkTile, k_block: cutlass.Constexpr[int], chunk: cutlass.Int32):
+        """A k-block of a chunk of Q, (row, 1). Chunks of few rows lie close together."""
+        tSrQ = self.tSrQ[None, None, self.k_of(k_block, chunk), 0]
+        if cutlass.const_expr(self.key.smem_fold_rows > 0):
+            kernel, (k_blocks, chunks) = self.kernel, self.tSrQ.shape[2]
+            # In chunks of few rows, of which one of all rows is a multiple.
+            wide = cutlass.const_expr(ROWS * kernel.chunk // kernel.few_rows_chunk)
+            stride, wide_stride = self.tSrQ.stride[2]
+            layout = cute.make_layout((1, 1, (k_blocks, chunks * wide)), stride=(0, 0, (stride, wide_stride // wide)))
+            few_rows_chunk = chunk if work.num_rows <= self.key.smem_fold_rows else chunk * wide
+            tSrQ = cute.make_tensor(self.tSrQ.iterator, layout)[None, None, (k_block, few_rows_chunk)]
+        return tSrQ
 
     @cute.jit
     def release_k(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32, releases_q: cutlass.Boolean | bool):

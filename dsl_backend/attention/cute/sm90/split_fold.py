@@ -18,6 +18,27 @@ from dsl_backend.primitives.math import fma
 VECTOR = 4  # float32 of a vector: two columns of a thread's two rows
 
 
+class FoldWorkspace:
+    """Where a thread's part of the result so far waits.
+
+    Args:
+        workspace: of the CTA, float32, in shared or in global memory.
+        vectors: of a thread.
+        thread: of `threads`.
+
+    Attributes:
+        folded_O: (element, vector). folded_stats: row_max and row_sum of both rows, (element,).
+    """
+
+    def __init__(self, workspace: cute.Tensor, vectors: int, thread: cutlass.Int32, threads: int) -> None:
+        # A pointer plus a thread's offset does not say that vectors are aligned. In words they were four times as many
+        # accesses, each of which takes a quarter of the sectors that it touches.
+        first = workspace.iterator + cute.assume(thread * VECTOR, divby=VECTOR)
+        self.folded_O = cute.make_tensor(first, cute.make_layout((VECTOR, vectors), stride=(1, VECTOR * threads)))
+        in_stats = cute.assume(VECTOR * threads * vectors + thread // QUAD * VECTOR, divby=VECTOR)
+        self.folded_stats = cute.make_tensor(workspace.iterator + in_stats, cute.make_layout(VECTOR))
+
+
 class SplitFold:
     """A thread's part of the fold. The result so far waits in memory, since registers have no room for it.
 
@@ -28,6 +49,8 @@ class SplitFold:
         workspace: of the CTA, float32, in shared or in global memory.
         thread: of `threads`, which all have the same number of accumulator registers.
         row: of the tile, the first of the thread's two.
+        few_rows: work tiles of up to so many rows are folded in `few_rows_workspace`, which belongs to the threads that
+            have these rows; 0: none.
 
     Attributes:
         row_max, row_sum: [row] of the split that ended, or once it is folded of all splits so far; row_max in base 2.
@@ -41,17 +64,13 @@ class SplitFold:
         thread: cutlass.Int32,
         threads: int,
         row: cutlass.Int32,
+        few_rows: int = 0,
+        few_rows_workspace: FoldWorkspace | None = None,
     ) -> None:
-        self.acc_O, self.softmax, self.row = acc_O, softmax, row
+        self.acc_O, self.softmax, self.row, self.few_rows = acc_O, softmax, row, few_rows
         self.vectors = cute.size(acc_O) // VECTOR
-        # (element, vector); behind them row_max and row_sum of both rows, (element,).
-        # A pointer plus a thread's offset does not say that vectors are aligned. In words they were four times as many
-        # accesses, each of which takes a quarter of the sectors that it touches.
-        first = workspace.iterator + cute.assume(thread * VECTOR, divby=VECTOR)
-        self.folded_O = cute.make_tensor(first, cute.make_layout((VECTOR, self.vectors), stride=(1, VECTOR * threads)))
-        in_stats = cute.assume(VECTOR * threads * self.vectors + thread // QUAD * VECTOR, divby=VECTOR)
-        stats = workspace.iterator + in_stats
-        self.folded_stats = cute.make_tensor(stats, cute.make_layout(VECTOR))
+        self.workspace = FoldWorkspace(workspace, self.vectors, thread, threads)
+        self.few_rows_workspace = few_rows_workspace
         self.writes_stats = thread % QUAD == 0
         self.row_max = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         self.row_sum = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
@@ -69,21 +88,27 @@ class SplitFold:
     def load(self, num_rows: cutlass.Int32):
         """Fold the result so far into that of the split that ended, where the tile has rows."""
         if self.row < num_rows:
-            self.load_rows()
+            if cutlass.const_expr(self.few_rows > 0):
+                if num_rows <= self.few_rows:
+                    self.load_rows(self.few_rows_workspace)
+                else:
+                    self.load_rows(self.workspace)
+            else:
+                self.load_rows(self.workspace)
 
     @cute.jit
-    def load_rows(self):
+    def load_rows(self, workspace: FoldWorkspace):
         acc_O, vector = reshape_acc_to_mn(self.acc_O), cute.make_rmem_tensor(VECTOR, cutlass.Float32)
         scale_prev = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
-        cute.autovec_copy(self.folded_stats, vector)
+        cute.autovec_copy(workspace.folded_stats, vector)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max = cute.arch.fmax(vector[row], self.row_max[row])
             scale_prev[row], scale[row] = combine_scales(vector[row], self.row_max[row], row_max)
             row_sum = fma(self.row_sum[row], scale[row], vector[2 + row] * scale_prev[row])
             self.row_max[row], self.row_sum[row] = row_max, row_sum
         for j in cutlass.range_constexpr(self.vectors):
-            cute.autovec_copy(self.folded_O[None, j], vector)
+            cute.autovec_copy(workspace.folded_O[None, j], vector)
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for i in cutlass.range_constexpr(2):
                     acc_O[row, 2 * j + i] = fma(
@@ -96,17 +121,23 @@ class SplitFold:
         # All lanes of a quad have read the statistics.
         cute.arch.sync_warp()
         if self.row < num_rows:
-            self.store_rows()
+            if cutlass.const_expr(self.few_rows > 0):
+                if num_rows <= self.few_rows:
+                    self.store_rows(self.few_rows_workspace)
+                else:
+                    self.store_rows(self.workspace)
+            else:
+                self.store_rows(self.workspace)
         cute.arch.sync_warp()
 
     @cute.jit
-    def store_rows(self):
+    def store_rows(self, workspace: FoldWorkspace):
         acc_O, vector = reshape_acc_to_mn(self.acc_O), cute.make_rmem_tensor(VECTOR, cutlass.Float32)
         if self.writes_stats:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 vector[row], vector[2 + row] = self.row_max[row], self.row_sum[row]
-            cute.autovec_copy(vector, self.folded_stats)
+            cute.autovec_copy(vector, workspace.folded_stats)
         for j in cutlass.range_constexpr(self.vectors):
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 vector[2 * row], vector[2 * row + 1] = acc_O[row, 2 * j], acc_O[row, 2 * j + 1]
-            cute.autovec_copy(vector, self.folded_O[None, j])
+            cute.autovec_copy(vector, workspace.folded_O[None, j])
