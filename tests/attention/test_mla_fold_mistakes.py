@@ -43,7 +43,7 @@ class Run:
     sms: int
 
     def __call__(self) -> None:
-        """On the schedules that show missing waits and copies done early, on a kernel compiled from the source as it is."""
+        """On the schedules that show missing waits and copies done early."""
         for schedule in ("lazy", "eager"):
             self.judge(schedule)
 
