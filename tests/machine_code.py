@@ -208,7 +208,7 @@ def attention_subjects() -> Iterator[Subject]:
                         # On SM100 it is the kernel for short queries.
                         kinds += ["extend"] if extend_config(case.spec) else []
                         kinds += ["e4m3"] if not dispatch.fp8_products(case.spec) else []
-                    if kernel_arch == "sm90" and case.spec.mla:
+                    if case.spec.mla:
                         kinds += ["e4m3"] if not dispatch.fp8_mla(case.spec) else []
                     if kernel_arch == "sm100" and short and not case.spec.mla:
                         smem_bytes = from_arch(arch).smem_bytes

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dsl_backend.attention import variants
+from dsl_backend.attention.cute.mla_configs import without_fp8_products
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
 from dsl_backend.attention.cute.sm90 import mla_fp8_configs as mla_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
+from dsl_backend.attention.cute.sm100 import mla_fp8_configs as mla_fp8_sm100
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.tuned import Heuristic, config_of
 from dsl_backend.checks import short
@@ -131,7 +133,7 @@ def fp8_decode(spec: AttentionSpec) -> list[str]:
 
 def fp8_mla(spec: AttentionSpec) -> list[str]:
     """What the kernel of absorbed MLA with products in 8 bits needs."""
-    return cute_mla(spec) or mla_fp8_sm90.unserved(spec)
+    return cute_mla(spec) or without_fp8_products(spec)
 
 
 def cute_writes(spec: AttentionSpec, target: Target) -> list[str]:
@@ -224,6 +226,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             fp8_mla,
             mla_fp8_sm90.default_fp8_mla_config,
             variants.SM90_FP8_MLA,
+            FP8_PRODUCTS,
+        ),
+        cute(
+            "sm100",
+            "mla-decode e4m3",
+            "mla_host:Fp8MlaSplitKV",
+            fp8_mla,
+            mla_fp8_sm100.default_fp8_mla_config,
+            variants.SM100_FP8_MLA,
             FP8_PRODUCTS,
         ),
         Entry("triton", "mla-decode triton", "dsl_backend.attention.triton.build:decode", triton_mla),

@@ -15,6 +15,7 @@ from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
 from dsl_backend.attention.cute.sm90 import mla_fp8_configs as latent_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
+from dsl_backend.attention.cute.sm100 import mla_fp8_configs as latent_fp8_sm100
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
 from dsl_backend.runtime import tuned
@@ -99,6 +100,9 @@ TUNABLE: Mapping[Heuristic, Tunable] = MappingProxyType(
         latent_fp8_sm90.default_fp8_mla_config: Tunable(
             "mla_decode_e4m3", latent_fp8_sm90.Fp8MlaConfig, latent_fp8_sm90.fp8_mla_variants
         ),
+        latent_fp8_sm100.default_fp8_mla_config: Tunable(
+            "mla_decode_e4m3", latent_fp8_sm100.Fp8MlaConfig, latent_fp8_sm100.fp8_mla_variants
+        ),
         latent_sm100.default_mla_config: Tunable("mla_decode", latent_sm100.MlaConfig, latent_sm100.mla_variants),
     }
 )
@@ -114,6 +118,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
         "sm90.Fp8MlaConfig": latent_fp8_sm90.Fp8MlaConfig,
         "sm100.DenseConfig": sm100.DenseConfig,
         "sm100.MlaConfig": latent_sm100.MlaConfig,
+        "sm100.Fp8MlaConfig": latent_fp8_sm100.Fp8MlaConfig,
         "sm100.TwoCtaMlaConfig": latent_sm100.TwoCtaMlaConfig,
     },
 )

@@ -13,14 +13,16 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
 
-# PTX ISA 9.2, instruction descriptor of .kind::f16.
+# PTX ISA 9.2, instruction descriptor of .kind::f16 and .kind::f8f6f4.
 D_FLOAT32, A_FORMAT, B_FORMAT, A_MN_MAJOR, B_MN_MAJOR, N_DIM, M_DIM = 1 << 4, 7, 10, 15, 16, 17, 24
-FORMATS = {cutlass.Float16: 0, cutlass.BFloat16: 1}
+# Of an element type: the .kind of the instruction, and how the descriptor encodes it.
+KINDS = {cutlass.Float16: ("f16", 0), cutlass.BFloat16: ("f16", 1), cutlass.Float8E4M3FN: ("f8f6f4", 0)}
+K_BLOCK_BYTES = 32  # of a row that one instruction takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tcgen05Mma:
-    """D [m, n] in tensor memory (+)= A [m, k] B [n, k]^T, of 16-bit operands, in k-blocks of 16.
+    """D [m, n] in tensor memory (+)= A [m, k] B [n, k]^T, of operands of 16 bits or e4m3, in k-blocks of 32 bytes.
 
     Attributes:
         dtype: of both operands.
@@ -43,7 +45,7 @@ class Tcgen05Mma:
     @property
     def descriptor(self) -> int:
         """The instruction descriptor."""
-        operand = FORMATS[self.dtype]
+        operand = KINDS[self.dtype][1]
         return (
             D_FLOAT32
             | operand << A_FORMAT
@@ -77,7 +79,7 @@ class Tcgen05Mma:
         """
         start = a.iterator.toint() if self.a_in_tmem else tcgen05.smem_descriptor_to_int(a.iterator)
         arguments = [accumulator.toint(), start]
-        group = f"cta_group::{self.cta_group}"
+        group, kind = f"cta_group::{self.cta_group}", f"kind::{KINDS[self.dtype][0]}"
         code = [
             ".reg .pred leader, adds, overwrites; .reg .b64 from, to;",
             ".reg .b32 a, a_rest, b, b_rest, x, y, zero, kind;",
@@ -110,7 +112,7 @@ class Tcgen05Mma:
                     code.append(add_offset("x", "a", at_a) + f" mov.b64 from, {{{'x' if at_a else 'a'}, a_rest}};")
                     operand = "from"
                 code.append(add_offset("y", "b", at_b) + f" mov.b64 to, {{{'y' if at_b else 'b'}, b_rest}};")
-                code.append(f"@leader tcgen05.mma.{group}.kind::f16 [{{$r0}}], {operand}, to, kind, {scale_d};")
+                code.append(f"@leader tcgen05.mma.{group}.{kind} [{{$r0}}], {operand}, to, kind, {scale_d};")
                 scale_d = "adds"
             k += size
         instruction = f"@leader tcgen05.commit.{group}.mbarrier::arrive::one.shared::cluster"

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("cutlass")
 
 import emulator
-from dsl_backend.attention.cute import transpose
+from dsl_backend.attention.cute import fp8_softmax, transpose
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-from dsl_backend.attention.cute.sm90 import fp8_mma, fp8_softmax
+from dsl_backend.attention.cute.sm90 import fp8_mma
 from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
 from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
 from dsl_backend.attention.cute.sm90.fp8_kernel import Fp8Forward

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import emulator
-from dsl_backend.attention.cute import transpose
+from dsl_backend.attention.cute import fp8_queries, fp8_smem, transpose
 from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.sm90 import mla_fp8_mma
 from dsl_backend.attention.cute.sm90.mla_fp8_configs import Fp8MlaConfig
@@ -56,25 +56,29 @@ MISTAKES = {
         ),
         ("no fence behind Q", '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
         ("rows share a scale", "sQScale[self.row + 8 * own]", "sQScale[self.row]"),
-        ("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),
-        ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
         (
             "V is read before it is transposed",
             "        cute.arch.mbarrier_wait(self.barriers.v_full + count % stages, phase_of(count, stages))\n",
             "",
         ),
         (
-            "P is not swizzled",
-            "unit = (within + lane // 16 * P_UNIT) ^ swizzle_of(row * width, width)",
-            "unit = within + lane // 16 * P_UNIT",
-        ),
-        ("halves of P are swapped", "lane // 16 * P_UNIT", "(1 - lane // 16) * P_UNIT"),
-        (
             "K is released with V alone",
             "arrive_warp(self.barriers.k_empty + stage_of(count, self.config.dequant_stages), self.config.cluster)",
             "pass",
         ),
         ("the first tile's P V is left out", "                self.pv(work, 0, tiles)\n", ""),
+    ),
+    fp8_queries.MlaQueries: (
+        ("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),
+        ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
+    ),
+    fp8_smem.store_p: (
+        (
+            "P is not swizzled",
+            "unit = (within + lane // 16 * P_UNIT) ^ swizzle_of(row * width, width)",
+            "unit = within + lane // 16 * P_UNIT",
+        ),
+        ("halves of P are swapped", "lane // 16 * P_UNIT", "(1 - lane // 16) * P_UNIT"),
     ),
 }
 QUICK = ("keys before the window stay", "no fence behind Q")
@@ -119,9 +123,13 @@ def test_right_without_a_mistake() -> None:
     ],
 )
 def test_a_mistake_is_found(
-    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    right: Any, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = sys.modules[right.__module__]
-    spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    wrong = spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path)
+    if isinstance(right, type):
+        spoil_methods(right, wrong, monkeypatch)
+    else:
+        monkeypatch.setattr(mla_fp8_mma, right.__name__, getattr(wrong, right.__name__))
     with pytest.raises((AssertionError, EmulatorError)):
         run_twice()

@@ -11,8 +11,9 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.cute.args import MlaLoads, MlaTensors
+from dsl_backend.attention.cute.args import MlaKeyLoads, MlaLoads, MlaTensors
 from dsl_backend.attention.cute.dequant import fp8_smem_layout, fp8_tma_box
+from dsl_backend.attention.cute.fp8_smem import fp8_box
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig
 from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES_MLA, BalancedSplitKVTileScheduler
@@ -70,6 +71,8 @@ class TiledMla:
             the first work tile; else all warps zero them before the roles start.
         parts: chunks of a row of K, in the order in which their stages become empty: the rope part, then the two halves
             of the latent part.
+        dequantizes: MMAs read 16-bit keys, which warps convert from stages of fp8.
+        loaded_stages: stages of K that TMA fills.
     """
 
     most_boxes = 1
@@ -89,12 +92,22 @@ class TiledMla:
         # Chunks of a Q of few rows lie close together, and what follows them is free.
         self.few_rows_chunk = self.rows_loaded * self.chunk
         self.box = box_rows(key.page_size, self.tile_n // self.config.cluster)
+        self.parts = self.three_parts()
+        self.dequantizes = key.kv.fp8
+        self.loaded_stages = self.config.dequant_stages if key.kv.fp8 else self.config.stages
+
+    def three_parts(self) -> tuple[range, ...]:
+        """The parts of a row of K, of its chunks."""
         chunks, chunks_v = self.dims // self.chunk, self.dims_v // self.chunk
-        self.parts: tuple[range, ...] = (range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v))
+        return range(chunks_v, chunks), range(chunks_v // 2), range(chunks_v // 2, chunks_v)
 
     def atom(self, width: int) -> cute.ComposedLayout:
         """The swizzled layout atom of rows of `width` elements."""
         return warpgroup.make_smem_layout_atom(SWIZZLES[width], self.dtype)
+
+    def key_atom(self) -> cute.ComposedLayout:
+        """The swizzled layout atom of keys as MMAs read them."""
+        return self.atom(self.chunk)
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
         """Of sQ [row, column, 1], sK [key, column, stage] and sP [row, key]."""
@@ -124,7 +137,7 @@ class TiledMla:
 
     def values(self, sK: cute.Tensor) -> cute.Tensor:
         """V as a view of sK: its first columns, [key, column, stage]."""
-        layout = cute.tile_to_shape(self.atom(self.chunk), (self.tile_n, self.dims_v, 1), order=(0, 1, 2)).outer
+        layout = cute.tile_to_shape(self.key_atom(), (self.tile_n, self.dims_v, 1), order=(0, 1, 2)).outer
         shape, stride = layout.shape, layout.stride
         stages = cute.make_layout(
             (shape[0], shape[1], self.config.stages), stride=(stride[0], stride[1], self.tile_n * self.dims)
@@ -146,6 +159,14 @@ class TiledMla:
             *cpasync.make_tiled_tma_atom(load, self.by_head(tensors.q_rope), q_box, q_tile),
             *cpasync.make_tiled_tma_atom(load_keys, mK, k_box, k_tile),
         )
+
+    def key_loads(self, tensors: MlaTensors) -> MlaKeyLoads:
+        """Those of a kernel that multiplies fp8 keys as they are: its warps load Q themselves."""
+        order = [1, 3, 2, 0] if self.key.page_size else [0, 2, 1]
+        mK = cute.make_tensor(tensors.k.iterator, cute.select(tensors.k.layout, mode=order))
+        _, load = self.load_ops()
+        keys = cpasync.make_tiled_tma_atom(load, mK, *fp8_box(self.box, self.dims))
+        return MlaKeyLoads(tensors.q, tensors.q_rope, *keys)
 
     def load_ops(self) -> tuple[Any, Any]:
         """The TMA loads of Q, and of K."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, chunk, packed_gqa_heads
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.quant.format import E4M3
 
 ROWS = 64  # query rows of a tile: tokens times packed heads
 # A row of K is loaded, and its stage released, in three parts: the rope part, and the halves of the latent part.
@@ -14,6 +15,16 @@ PARTS = 3
 def row_tiles(spec: AttentionSpec) -> int:
     """Row tiles that the heads of a token fill."""
     return spec.group // packed_gqa_heads(spec.group)
+
+
+def without_fp8_products(spec: AttentionSpec) -> list[str]:
+    """Why no kernel with products in 8 bits serves a spec."""
+    reasons = []
+    if spec.kv != E4M3:
+        reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
+    if spec.batch_invariant:
+        reasons.append("batch invariance: its keys are split evenly over the batch")
+    return reasons
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +73,15 @@ class MlaTileConfig:
         """Those of one SM's kernel."""
         raise NotImplementedError
 
+    def stage_objections(self, spec: AttentionSpec) -> list[str]:
+        """Those to the number of stages."""
+        reasons = []
+        if self.stages < self.least_stages:
+            reasons.append(f"{self.stages} stages of K: at least {self.least_stages} are needed")
+        if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
+            reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more for an fp8 cache, 0 for others, are possible")
+        return reasons
+
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         """Why the kernel cannot be built so; empty where it can.
 
@@ -71,10 +91,7 @@ class MlaTileConfig:
         reasons = []
         if self.tile_n % 16 or not 16 <= self.tile_n <= 128:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 128 is possible")
-        if self.stages < self.least_stages:
-            reasons.append(f"{self.stages} stages of K: at least {self.least_stages} are needed")
-        if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
-            reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more for an fp8 cache, 0 for others, are possible")
+        reasons += self.stage_objections(spec)
         wide = 2 * chunk(spec.head_dim)
         if spec.head_dim % 16 or spec.head_dim_v % wide or spec.head_dim_v >= spec.head_dim or spec.head_dim_v > 512:
             reasons.append(

@@ -9,6 +9,8 @@ MBARRIER_BYTES = 8
 MAX_O_COLUMNS = 256
 WORK_TILE_SMEM_BYTES = 256  # of scheduler/work_tile.py: two items, their barriers, room to align them
 CLC_RESPONSE_BYTES = 16
+FP8_K_BLOCK = 32  # elements of a row that one MMA of 8 bits takes
+MAX_P_EXPONENT = 8.8  # of P in e4m3: at most 2^8.8 = 445.7, and e4m3 holds 448
 
 
 def padded(dim: int) -> int:

@@ -50,8 +50,8 @@ class MlaLoadWarp(LoadWarp):
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         self.tma_atom_k, self.mK = loads.tma_atom_k, loads.mK
         self.chunk, self.parts = kernel.chunk, kernel.parts
-        self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
-        self.waits_for_peers = kernel.mma_commits_late and cluster > 1 and not self.key.kv.fp8
+        self.stages = kernel.loaded_stages
+        self.waits_for_peers = kernel.mma_commits_late and cluster > 1 and not kernel.dequantizes
         self.chunk_bytes = self.tile_n * kernel.chunk * self.key.kv.itemsize
         self.sK = self.in_boxes(sK, self.box, kernel.chunk)
         self.set_queries(kernel, loads, sQ)
@@ -149,7 +149,7 @@ class MlaLoadWarp(LoadWarp):
 
 
 class MlaKeyLoadWarp(MlaLoadWarp):
-    """As MlaLoadWarp, for kernels whose MMA warps load Q themselves: `loads` is `MlaKeyLoads`."""
+    """As MlaLoadWarp, for kernels whose other warps load Q: `loads` is `MlaKeyLoads`."""
 
     def set_queries(self, kernel: Any, loads: Any, sQ: cute.Tensor) -> None:
         """Nothing: the load warp does not see Q."""

@@ -20,8 +20,9 @@ from dsl_backend.attention.cute.mla_configs import PARTS
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
 from dsl_backend.attention.cute.sm100.mla_configs import S_STAGES, MlaConfig, TwoCtaMlaConfig
+from dsl_backend.attention.cute.sm100.mla_fp8_configs import Q_SCALE_STAGES, Fp8MlaConfig
 
-SOFTMAX_WARPS = WARPS_PER_WARPGROUP
+SOFTMAX_WARPS = QUERY_WARPS = WARPS_PER_WARPGROUP
 
 
 class Barriers(NamedTuple):
@@ -33,6 +34,7 @@ class Barriers(NamedTuple):
         p_full: P is in shared memory, and O is rescaled.
         o_full: O has the last P added, so that both may be overwritten.
         k_loaded, k_taken: full and empty of the fp8 stages of K, from which DequantWarps fill the 16-bit ones.
+        q_scale_full: of the kernel with e4m3 products, the scales of Q's rows, by parity of the work tile.
     """
 
     q_full: cute.Pointer
@@ -46,6 +48,7 @@ class Barriers(NamedTuple):
     o_full: cute.Pointer
     k_loaded: cute.Pointer | None = None
     k_taken: cute.Pointer | None = None
+    q_scale_full: cute.Pointer | None = None
 
 
 class TwoCtaBarriers(NamedTuple):
@@ -89,6 +92,17 @@ def mbar_arrays(config: MlaConfig) -> dict[str, MbarArray]:
     if fp8:
         arrays |= dequant_mbar_arrays("k", PARTS * fp8, cluster * dequant_warps)
     return arrays
+
+
+def fp8_mbar_arrays(config: Fp8MlaConfig) -> dict[str, MbarArray]:
+    """The arrays of the kernel with e4m3 products: a warpgroup fills Q, in place of TMA."""
+    arrays = mbar_arrays(config)
+    work_empty = arrays["work_empty"]
+    return arrays | {
+        "q_full": MbarArray(1, QUERY_WARPS),
+        "q_scale_full": MbarArray(Q_SCALE_STAGES, QUERY_WARPS),
+        "work_empty": work_empty._replace(arrivals=work_empty.arrivals + QUERY_WARPS),
+    }
 
 
 def two_cta_mbar_arrays(config: TwoCtaMlaConfig, dv_tiles: int, cta_rank: int | cutlass.Int32) -> dict[str, MbarArray]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SM100 kernel of absorbed MLA for one layer spec."""
+"""The SM100 kernels of absorbed MLA for one layer spec."""
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.host import MlaKernel
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig, default_mla_config
+from dsl_backend.attention.cute.sm100.mla_fp8_configs import default_fp8_mla_config
+from dsl_backend.attention.cute.sm100.mla_fp8_kernel import Fp8MlaForward
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.two_cta_mla_kernel import TwoCtaMlaForward
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -25,6 +27,24 @@ class Mla(MlaKernel):
 
 
 class MlaSplitKV(Mla):
+    """The same, with balanced split-KV."""
+
+    split = True
+
+
+def build_fp8(key: MlaKey, target: Target) -> Function:
+    """The compiled function of the kernel with e4m3 products; it takes the same."""
+    return compile_kernel(Fp8MlaForward(key), fake_args(key, fake_mla_tensors(key)), key=key, target=target)
+
+
+class Fp8Mla(MlaKernel):
+    """Absorbed MLA with e4m3 products, row tile by row tile; see mla_fp8_kernel.py."""
+
+    build = staticmethod(build_fp8)
+    default = staticmethod(default_fp8_mla_config)
+
+
+class Fp8MlaSplitKV(Fp8Mla):
     """The same, with balanced split-KV."""
 
     split = True

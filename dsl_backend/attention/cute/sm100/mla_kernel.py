@@ -17,7 +17,7 @@ from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspac
 from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
 from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
-from dsl_backend.attention.cute.mla import TiledMla
+from dsl_backend.attention.cute.mla import MlaKey, TiledMla
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
@@ -43,6 +43,10 @@ class MlaForward(TiledMla):
 
     group = tcgen05.CtaGroup.ONE
     mma_commits_late = True
+
+    def __init__(self, key: MlaKey):
+        super().__init__(key)
+        self.mma_dtype: type[cutlass.Numeric] = self.dtype
 
     @cute.jit
     def __call__(
@@ -79,7 +83,7 @@ class MlaForward(TiledMla):
 
     def tiled_mma(self, a_major: OperandMajorMode, b_major: OperandMajorMode, shape: tuple[int, int]) -> cute.TiledMma:
         return blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype, self.dtype, a_major, b_major, cutlass.Float32, self.group, shape
+            self.mma_dtype, self.mma_dtype, a_major, b_major, cutlass.Float32, self.group, shape
         )
 
     @cute.kernel

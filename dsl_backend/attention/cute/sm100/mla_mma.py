@@ -17,7 +17,7 @@ from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePip
 from dsl_backend.attention.cute.sm100.mla_configs import DV_TILE, S_STAGES
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
-from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
+from dsl_backend.primitives.tcgen05_mma import K_BLOCK_BYTES, Tcgen05Mma
 
 
 class MlaMmaWarp:
@@ -45,9 +45,9 @@ class MlaMmaWarp:
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         # Every CTA of a cluster writes to a stage of K, and is signalled when it was read. Stages that are dequantized
         # into belong to one CTA.
-        cluster = 1 if kernel.key.kv.fp8 else self.config.cluster
-        self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=ROWS, n=kernel.tile_n, cluster=cluster)
-        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.dtype, m=DV_TILE, n=ROWS, a_mn_major=True, cluster=cluster)
+        cluster = 1 if kernel.dequantizes else self.config.cluster
+        self.tiled_mma_qk = Tcgen05Mma(dtype=kernel.mma_dtype, m=ROWS, n=kernel.tile_n, cluster=cluster)
+        self.tiled_mma_pv = Tcgen05Mma(dtype=kernel.mma_dtype, m=DV_TILE, n=ROWS, a_mn_major=True, cluster=cluster)
         thr_mma_qk, thr_mma_pv = mmas.qk.get_slice(0), mmas.pv.get_slice(0)
         self.tSrQ = mmas.qk.make_fragment_A(thr_mma_qk.partition_A(sQ))
         self.tSrK = mmas.qk.make_fragment_B(thr_mma_qk.partition_B(sK))
@@ -158,8 +158,8 @@ class MlaMmaWarp:
 
 
 def k_blocks_of(kernel: Any, part: int) -> range:
-    """The k-blocks of QK, of 16 elements each, that a part of a row has."""
-    chunks, steps = kernel.parts[part], kernel.chunk // 16
+    """The k-blocks of QK that a part of a row has."""
+    chunks, steps = kernel.parts[part], kernel.chunk * kernel.mma_dtype.width // 8 // K_BLOCK_BYTES
     return range(chunks.start * steps, chunks.stop * steps)
 
 

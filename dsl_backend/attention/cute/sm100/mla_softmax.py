@@ -71,12 +71,15 @@ class MlaSoftmaxWarps:
         lane = cute.arch.lane_idx()
         self.row, self.column = self.thread // WARP * 16 + lane // QUAD, lane % QUAD * 2
         self.rows = AccumulatorRows(kernel.key, kernel.tile_n, requests, scoring, self.row, self.column)
-        self.softmax = OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD)
+        self.softmax = self.make_softmax()
         registers = ROWS_PER_THREAD * kernel.tile_n // QUAD
         self.acc_S = cute.make_rmem_tensor(registers, cutlass.Float32)
-        self.probs = cute.make_rmem_tensor(registers, kernel.dtype)
+        self.probs = cute.make_rmem_tensor(registers, kernel.mma_dtype)
         self.acc_scale = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         self.base2_max = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
+
+    def make_softmax(self) -> Any:
+        return OnlineSoftmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, RESCALE_THRESHOLD)
 
     @cute.jit
     def run(self):
@@ -84,6 +87,7 @@ class MlaSoftmaxWarps:
         work = self.work_pipeline.consume(work_tiles)
         valid = work.valid
         while valid != 0:
+            self.begin_q(work_tiles)
             if cutlass.const_expr(self.key.tiles_per_split):
                 for index in cutlass.range(num_splits_of(self.key, work), unroll=1):
                     split = split_of(self.key, work, index)
@@ -95,6 +99,9 @@ class MlaSoftmaxWarps:
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
+
+    def begin_q(self, count: cutlass.Int32) -> None:
+        """Before a work tile, behind `count` others: nothing, as Q has no scales."""
 
     @cute.jit
     def softmax_tiles(self, work: WorkTile, tiles: cutlass.Int32):
@@ -124,11 +131,11 @@ class MlaSoftmaxWarps:
         tmem.load_rows(self.tmem_base, s_stage * self.kernel.tile_n, self.acc_S, self.thread)
         cute.arch.fence_view_async_tmem_load()
         acc_S_mn = reshape_acc_to_mn(self.acc_S)
+        self.scale_q(acc_S_mn)
         self.rows.apply_score_mod(acc_S_mn, work, n_block)
         if n_block >= work.n_block_full_max or n_block < work.n_block_full_min:
             self.rows.apply_mask(acc_S_mn, work, n_block)
-        self.softmax.online_softmax(acc_S_mn, self.acc_scale)
-        self.probs.store(self.acc_S.load().to(self.kernel.dtype))
+        self.to_probs(acc_S_mn)
         self.zero_unseen_v(work, n_block, count)
         # The PV MMA before has read P and written O.
         cute.arch.mbarrier_wait(self.barriers.o_full, (count & 1) ^ 1)
@@ -140,6 +147,14 @@ class MlaSoftmaxWarps:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.barriers.p_full)
+
+    def scale_q(self, acc_S: cute.Tensor) -> None:
+        """Multiply S [row, column] by the scales of Q, where a score modification needs it: here it has none."""
+
+    def to_probs(self, acc_S: cute.Tensor) -> None:
+        """Turn scores [row, column] into P, in `probs`."""
+        self.softmax.online_softmax(acc_S, self.acc_scale)
+        self.probs.store(self.acc_S.load().to(self.kernel.dtype))
 
     @cute.jit
     def store_p(self):
@@ -296,6 +311,10 @@ class MlaSoftmaxWarps:
         """(row_max in base 2, row_sum), of all splits if they were folded."""
         if self.key.tiles_per_split:
             return self.base2_max[row], self.softmax.row_sum[row]
+        return self.split_stats(row)
+
+    def split_stats(self, row: int) -> tuple[cutlass.Float32, cutlass.Float32]:
+        """The same of the last split alone."""
         return self.softmax.row_max[row] * self.softmax.softmax_scale_log2, self.softmax.row_sum[row]
 
     # ------------------------------------------------------------------ epilogue
@@ -329,9 +348,9 @@ class MlaSoftmaxWarps:
             for row in cutlass.range_constexpr(ROWS_PER_THREAD):
                 m = self.row + 8 * row
                 if m < work.num_rows:
-                    row_max, row_sum = self.softmax.row_max[row], self.softmax.row_sum[row]
+                    row_max, row_sum = self.split_stats(row)
                     target = partial + rows * columns + m
-                    cute.make_tensor(target, cute.make_layout(1))[0] = row_max * self.softmax.softmax_scale_log2
+                    cute.make_tensor(target, cute.make_layout(1))[0] = row_max
                     cute.make_tensor(target + rows, cute.make_layout(1))[0] = row_sum
 
     @cute.jit

@@ -5,14 +5,17 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
+from dsl_backend.attention.cute.sizes import (
+    FP8_K_BLOCK,
+    MAX_P_EXPONENT,
+    MBARRIER_BYTES,
+    WARPGROUP,
+    WORK_TILE_SMEM_BYTES,
+)
 from dsl_backend.attention.cute.sm90.dense_configs import MAX_STAGES, REGISTERS, WGMMA_M
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.quant.format import E4M3
 
-K_BLOCK = 32  # elements of a row that one WGMMA of 8 bits takes
-# P is at most 2^8.8 = 445.7: e4m3 holds 448.
-MAX_P_EXPONENT = 8.8
 # Keys whose P V the tensor cores add up, at most, in configurations to tune.
 TUNED_SUMS = (128, 256, 512)
 # Registers of an MMA thread besides O, S, P and Q: addresses, the state of the softmax, the loop's.
@@ -88,8 +91,8 @@ class Fp8Config:
         reasons = unserved(spec)
         if self.groups not in REGISTERS:
             reasons.append(f"{self.groups} warpgroups: one of {sorted(REGISTERS)} is possible")
-        if self.tile_n % K_BLOCK or not K_BLOCK <= self.tile_n <= 256:
-            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {K_BLOCK} up to 256 is possible")
+        if self.tile_n % FP8_K_BLOCK or not FP8_K_BLOCK <= self.tile_n <= 256:
+            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {FP8_K_BLOCK} up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} K stages, {self.query_stages} Q stages: at least 2 and 1 are needed")
         if not 0 <= self.p_offset <= 8:
@@ -113,8 +116,10 @@ def unserved(spec: AttentionSpec) -> list[str]:
     if spec.kv != E4M3:
         reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
     for name, dim, most in (("head size", spec.head_dim, 192), ("value head size", spec.head_dim_v, 128)):
-        if dim % K_BLOCK or not 64 <= dim <= most:
-            reasons.append(f"{name} {dim} is not a multiple of {K_BLOCK} from 64 to {most}: wider ones spill registers")
+        if dim % FP8_K_BLOCK or not 64 <= dim <= most:
+            reasons.append(
+                f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {most}: wider ones spill registers"
+            )
     if spec.batch_invariant:
         # Decode converts the cache to 16 bits: a row's bits would depend on how many queries its request has.
         reasons.append("batch invariance: short queries have other products than long ones")

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.dequant import tma_barriers
+from dsl_backend.attention.cute.fp8_smem import fp8_box, fp8_tensors
 from dsl_backend.attention.cute.loader.dense import LoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -22,8 +23,7 @@ from dsl_backend.attention.cute.sizes import WARPGROUP, fp8_chunk
 from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, Barriers, fp8_mbar_arrays
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP, DenseForward
 from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
-from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer
-from dsl_backend.attention.cute.sm90.fp8_smem import e4m3_mma, fp8_box, fp8_tensors
+from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer, e4m3_mma
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.attention.cute.transpose import TransposeWarps
 from dsl_backend.primitives import dependent_launch

@@ -8,17 +8,26 @@ only, which float32 additions then add to O.
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.utils import hopper_helpers
 
+from dsl_backend.attention.cute.fp8_queries import LARGEST, LEAST_MAXIMUM
+from dsl_backend.attention.cute.fp8_softmax import Fp8Softmax
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, reshape_acc_to_mn
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer, move_operand, rescale_rows
-from dsl_backend.attention.cute.sm90.fp8_softmax import Fp8Softmax
 from dsl_backend.primitives.accumulators import fence_operand, words_of
 from dsl_backend.primitives.math import f32_to_e4m3
 
-LARGEST = 448.0  # of e4m3
-LEAST_MAXIMUM = 2.0**-100  # of a row of Q: its scale and the scale's inverse are finite
+
+def e4m3_mma(
+    columns: int, a_source: warpgroup.OperandSource, warpgroups: tuple[int, int, int] = (1, 1, 1)
+) -> cute.TiledMma:
+    """Products of 64 rows a warpgroup in e4m3; both operands have the elements of a sum one after the other."""
+    e4m3, k_major = cutlass.Float8E4M3FN, OperandMajorMode.K
+    return hopper_helpers.make_trivial_tiled_mma(
+        e4m3, e4m3, k_major, k_major, cutlass.Float32, warpgroups, (64, columns), a_source
+    )
 
 
 class Fp8MmaConsumer(MmaConsumer):

@@ -5,12 +5,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
-from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES
-from dsl_backend.attention.cute.sm90.fp8_configs import K_BLOCK, MAX_P_EXPONENT
+from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles, without_fp8_products
+from dsl_backend.attention.cute.sizes import (
+    FP8_K_BLOCK,
+    MAX_P_EXPONENT,
+    MBARRIER_BYTES,
+    WARPGROUP,
+    WORK_TILE_SMEM_BYTES,
+)
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS, OTHER_REGISTERS, REGISTERS
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.quant.format import E4M3
 
 ZEROS_BYTES = 16
 
@@ -56,9 +60,9 @@ class Fp8MlaConfig(MlaTileConfig):
         return q_and_p + self.key_bytes(spec) + stats + WORK_TILE_SMEM_BYTES
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
-        reasons = unserved(spec)
-        if self.tile_n % K_BLOCK:
-            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {K_BLOCK} is possible")
+        reasons = without_fp8_products(spec)
+        if self.tile_n % FP8_K_BLOCK:
+            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {FP8_K_BLOCK} is possible")
         if not 0 <= self.p_offset <= 8:
             reasons.append(f"P times 2^{self.p_offset:g}: an exponent from 0 to 8 is possible")
         needed, most = self.registers_needed(spec), self.registers[0]
@@ -69,16 +73,6 @@ class Fp8MlaConfig(MlaTileConfig):
     def registers_needed(self, spec: AttentionSpec) -> int:
         """Registers of an MMA thread that hold O, S and P, and the others."""
         return spec.head_dim_v // 4 + self.tile_n // 2 + self.tile_n // 8 + OTHER_REGISTERS
-
-
-def unserved(spec: AttentionSpec) -> list[str]:
-    """What no configuration serves."""
-    reasons = []
-    if spec.kv != E4M3:
-        reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
-    if spec.batch_invariant:
-        reasons.append("batch invariance: its keys are split evenly over the batch")
-    return reasons
 
 
 def default_fp8_mla_config(spec: AttentionSpec) -> Fp8MlaConfig:

@@ -9,9 +9,10 @@ from typing import Any
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTensors, MlaTiledMmas, Outputs
+from dsl_backend.attention.cute.fp8_smem import fp8_tensors
 from dsl_backend.attention.cute.loader.mla import MlaKeyLoadWarp
 from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla import MlaKey, TiledMla
@@ -22,7 +23,7 @@ from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, fp8_chunk
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP
 from dsl_backend.attention.cute.sm90.fp8_kernel import FIRST_TRANSPOSE_WARP
-from dsl_backend.attention.cute.sm90.fp8_smem import e4m3_mma, fp8_box, fp8_tensors
+from dsl_backend.attention.cute.sm90.fp8_mma import e4m3_mma
 from dsl_backend.attention.cute.sm90.mla_barriers import Fp8Barriers, fp8_mbar_arrays
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.mla_fp8_mma import Fp8MlaMmaConsumer, Fp8MlaSmem
@@ -39,7 +40,8 @@ class Fp8MlaForward(MlaForward):
         TiledMla.__init__(self, key)
         self.chunk = fp8_chunk(key.head_dim)
         self.parts = (range(self.dims // self.chunk),)
-        self.math_clears = False
+        self.math_clears, self.dequantizes = False, False
+        self.loaded_stages = self.config.dequant_stages
 
     def tiled_mmas(self) -> MlaTiledMmas:
         smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
@@ -48,11 +50,7 @@ class Fp8MlaForward(MlaForward):
 
     def loads(self, tensors: MlaTensors) -> Any:
         """`MlaKeyLoads`."""
-        order = [1, 3, 2, 0] if self.key.page_size else [0, 2, 1]
-        mK = cute.make_tensor(tensors.k.iterator, cute.select(tensors.k.layout, mode=order))
-        _, load = self.load_ops()
-        keys = cpasync.make_tiled_tma_atom(load, mK, *fp8_box(self.box, self.dims))
-        return MlaKeyLoads(tensors.q, tensors.q_rope, *keys)
+        return self.key_loads(tensors)
 
     @cute.kernel
     def kernel(

@@ -11,24 +11,18 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTiledMmas
+from dsl_backend.attention.cute.fp8_queries import MlaQueries
+from dsl_backend.attention.cute.fp8_smem import store_p
+from dsl_backend.attention.cute.fp8_softmax import Fp8Softmax
 from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, reshape_acc_to_mn
-from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of
-from dsl_backend.attention.cute.sizes import WARPGROUP, fp8_chunk
-from dsl_backend.attention.cute.sm90.fp8_configs import K_BLOCK
-from dsl_backend.attention.cute.sm90.fp8_mma import LARGEST, LEAST_MAXIMUM
-from dsl_backend.attention.cute.sm90.fp8_softmax import Fp8Softmax
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
+from dsl_backend.attention.cute.sizes import FP8_K_BLOCK, WARPGROUP
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.mla_mma import ALL_MMA, MMA_THREADS, MlaMmaConsumer
-from dsl_backend.attention.cute.transpose import swizzle_of
 from dsl_backend.primitives.accumulators import fence_operand, words_of
-from dsl_backend.primitives.copy import load_vector, store_matrices
-from dsl_backend.primitives.math import f32_to_e4m3
 from dsl_backend.primitives.ring import phase_of, stage_of
-
-VECTOR = 8  # elements of Q that a thread loads at once: 16 bytes
-P_UNIT = 16  # keys of a row of P that one stmatrix row has
 
 
 class Fp8MlaSmem(NamedTuple):
@@ -60,14 +54,15 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         smem: Fp8MlaSmem,
         *args: Any,
     ) -> None:
-        self.mQ, self.mQRope, self.sQ_bytes, self.sQScale = loads.mQ, loads.mQRope, smem.sQ_bytes, smem.sQScale
-        self.sP_bytes = smem.sP_bytes
+        self.sQScale, self.sP_bytes = smem.sQScale, smem.sP_bytes
         super().__init__(kernel, work_pipeline, mmas, barriers, smem, *args)
+        thread = self.thread + self.group * WARPGROUP
+        self.queries = MlaQueries(kernel, loads, smem.sQ_bytes, thread, MMA_THREADS)
 
     def partition(self, mmas: MlaTiledMmas, smem: Any, thread: cutlass.Int32) -> None:
         kernel, (sQ, sK, sV, sP) = self.kernel, smem[:4]
         thr_mma_qk, thr_mma_pv, thr_mma_pv_shared = (mma.get_slice(self.thread) for mma in mmas)
-        self.k_blocks = kernel.chunk // K_BLOCK  # of a chunk
+        self.k_blocks = kernel.chunk // FP8_K_BLOCK  # of a chunk
         self.tSrQ = mmas.qk.make_fragment_A(thr_mma_qk.partition_A(sQ))
         self.tSrK = mmas.qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         columns = kernel.dims_v // GROUPS
@@ -87,47 +82,16 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
 
     @cute.jit
     def begin_q(self, work: WorkTile, count: cutlass.Int32):
-        """Load and quantize Q, each row by its own maximum; a quad of both warpgroups' threads has a row.
+        """Quantize Q, by the threads of both warpgroups.
 
         The products of the work tile before are done: `add_row_sums` has a barrier behind them.
         """
-        thread = self.thread + self.group * WARPGROUP
-        row, lane = thread // QUAD, thread % QUAD
-        vectors = cutlass.const_expr(self.kernel.dims // VECTOR // QUAD)
-        values = cute.make_rmem_tensor((VECTOR, vectors), self.kernel.dtype)
-        values.fill(self.kernel.dtype(0))
-        if row < work.num_rows:
-            self.load_q_row(work, row, lane, values)
-        row_max = cutlass.Float32(LEAST_MAXIMUM)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            value = values[i].to(cutlass.Float32)
-            row_max = cute.arch.fmax(row_max, cute.arch.fmax(value, -value))
-        row_max = self.softmax.reduce_max(row_max)
-        inverse, sQScale = LARGEST / row_max, self.sQScale
-        words = cute.make_rmem_tensor(2, cutlass.Int32)
-        for i in cutlass.range_constexpr(vectors):
-            for half in cutlass.range_constexpr(2):
-                scaled = [values[half * 4 + j, i].to(cutlass.Float32) * inverse for j in range(4)]
-                words[half] = f32_to_e4m3(*scaled)
-            target = cute.local_tile(self.sQ_bytes[None, None, 0], (1, VECTOR), (row, lane + QUAD * i))
-            cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), cute.group_modes(target, 0, 2))
-        if lane == 0:
-            sQScale[row] = row_max * (1.0 / LARGEST)
+        sQScale = self.sQScale
+        self.queries.quantize(work, sQScale)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=ALL_MMA, number_of_threads=MMA_THREADS)
         for own in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.softmax.q_scale[own] = sQScale[self.row + 8 * own]
-
-    @cute.jit
-    def load_q_row(self, work: WorkTile, row: cutlass.Int32, lane: cutlass.Int32, values: cute.Tensor):
-        """Load a thread's part of a row of Q: every fourth vector."""
-        token = work.q_offset + row // self.key.pack_gqa
-        head = q_head_of(self.key, work.head_block, row)
-        latent = cutlass.const_expr(self.kernel.dims_v // VECTOR // QUAD)
-        for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            mQ, first = (self.mQ, 0) if cutlass.const_expr(i < latent) else (self.mQRope, latent)
-            offset = cutlass.Int64(token) * mQ.stride[0] + head * mQ.stride[1]
-            load_vector(mQ.iterator, offset + (lane + QUAD * (i - first)) * VECTOR, values[None, i])
 
     def release_q(self) -> None:
         """Nothing: no other warp writes Q."""
@@ -196,16 +160,7 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         return MlaMmaConsumer.scores(self, work, step)
 
     def store_p(self) -> None:
-        words, lane = words_of(self.tOrP), self.thread % 32
-        row = self.thread // 32 * 16 + lane % 16
-        width = fp8_chunk(self.kernel.tile_n)
-        tile = cutlass.Int32(self.sP_bytes.iterator.toint()) + row * width
-        for first in range(0, self.kernel.tile_n, 2 * P_UNIT):
-            chunk, within = divmod(first, width)
-            unit = (within + lane // 16 * P_UNIT) ^ swizzle_of(row * width, width)
-            # Four words of a thread: both rows of 16 keys, then of the next 16.
-            some = [words[first // 8 + i] for i in range(4)]
-            store_matrices(tile + chunk * ROWS * width + unit, some)
+        store_p(words_of(self.tOrP), self.sP_bytes, self.thread)
 
     def begin_v(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32) -> None:
         """Wait until V of a tile is transposed; what no row sees is zero there."""

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of e4m3 in shared memory, as WGMMA reads them: rows of up to 128 bytes, swizzled."""
+"""Tiles of e4m3 in shared memory, as MMAs read them: rows of up to 128 bytes, swizzled."""
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.utils import hopper_helpers
+from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.sizes import fp8_chunk
 from dsl_backend.attention.cute.tiles import SWIZZLES
+from dsl_backend.attention.cute.transpose import swizzle_of
+from dsl_backend.primitives.copy import store_matrices
+
+P_UNIT = 16  # keys of a row of P that one stmatrix row has
 
 
 def fp8_atom(width: int) -> cute.ComposedLayout:
@@ -32,11 +35,19 @@ def fp8_tensors(allocator: cutlass.utils.SmemAllocator, rows: int, width: int, s
     return [cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype=kind), layout.outer) for kind in types]
 
 
-def e4m3_mma(
-    columns: int, a_source: warpgroup.OperandSource, warpgroups: tuple[int, int, int] = (1, 1, 1)
-) -> cute.TiledMma:
-    """Products of 64 rows a warpgroup in e4m3; both operands have the elements of a sum one after the other."""
-    e4m3, k_major = cutlass.Float8E4M3FN, OperandMajorMode.K
-    return hopper_helpers.make_trivial_tiled_mma(
-        e4m3, e4m3, k_major, k_major, cutlass.Float32, warpgroups, (64, columns), a_source
-    )
+def store_p(words: cute.Tensor, sP_bytes: cute.Tensor, thread: cutlass.Int32) -> None:
+    """Store P of a warpgroup's 64 rows.
+
+    Args:
+        words: of a thread, of both its rows 4 keys of 16, then of the next 16.
+        sP_bytes: (row, key, 1).
+    """
+    lane, tile_n = thread % 32, cute.size(sP_bytes, mode=[1])
+    row, width = thread // 32 * 16 + lane % 16, fp8_chunk(tile_n)
+    tile = cutlass.Int32(sP_bytes.iterator.toint()) + row * width
+    for first in range(0, tile_n, 2 * P_UNIT):
+        chunk, within = divmod(first, width)
+        unit = (within + lane // 16 * P_UNIT) ^ swizzle_of(row * width, width)
+        # Four words of a thread: both rows of 16 keys, then of the next 16.
+        some = [words[first // 8 + i] for i in range(4)]
+        store_matrices(tile + chunk * cute.size(sP_bytes, mode=[0]) * width + unit, some)
