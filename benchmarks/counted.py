@@ -5,9 +5,10 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from benchmarks.clock import stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 THIRDPARTY = ROOT / "tests/emulator/thirdparty"
@@ -30,8 +31,8 @@ def profiled(run: Callable[[], object], arch: str, sms: int) -> list[Kernel]:
 
 def pretend(arch: str) -> None:
     """Makes torch and other packages see a simulated GPU in this process, and makes the peers importable."""
-    sys.path.insert(0, str(THIRDPARTY))
-    import_module("stand_in").pretend(arch, ROOT / ".peers")
+    sys.path.insert(0, str(THIRDPARTY))  # for the cases of peers
+    stand_in.pretend(arch, ROOT / ".peers")
 
 
 def in_child(module: str, *arguments: str) -> list[Kernel]:

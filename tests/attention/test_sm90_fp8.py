@@ -173,7 +173,7 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
         ({"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True}, []),
         (
             {"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True, "fp8": False},
-            ["mla-decode e4m3 sm90: keys of bfloat16"],
+            ["mla-decode e4m3 sm90: keys of bfloat16", "mla-decode e4m3 sm100: serves GPUs of sm_100a"],
         ),
     ],
     ids=["served", "wide", "mla", "mla-16-bits"],

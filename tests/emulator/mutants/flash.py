@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FlashAttention-4's forward as a kernel whose mutants are judged, with keys for its pipelines to go round twice.
 
-A process that imports it believes that it has a GPU of one arch (thirdparty/stand_in.py), so it judges only that.
+A process that imports it believes that it has a GPU of one arch (benchmarks/clock/stand_in.py), so it judges only that.
 """
 
 import sys
@@ -10,13 +10,14 @@ from pathlib import Path
 THIRDPARTY = Path(__file__).resolve().parent.parent / "thirdparty"
 sys.path.insert(0, str(THIRDPARTY))
 
-import stand_in  # noqa: E402
 import torch  # noqa: E402
 from cases_flash import Attention, attention  # noqa: E402
 from judge import Kernel  # noqa: E402
 from peer_budgets import judge  # noqa: E402
 from peer_cases import Problem  # noqa: E402
 from run_case import PEERS  # noqa: E402
+
+from benchmarks.clock.stand_in import pretend  # noqa: E402
 
 # Keys for two rounds of the buffers; on SM100 one persistent CTA makes the tiles of two heads.
 PROBLEMS = {
@@ -36,8 +37,7 @@ def installed() -> bool:
 def flash(name: str) -> Kernel:
     """Make this process have a GPU of the kernel's arch, and build the problem at the first call."""
     arch = FLASH[name]
-    stand_in.SMS = SMS
-    stand_in.pretend(arch, PEERS)
+    pretend(arch, PEERS, SMS)
     problems: list[Problem] = []
 
     def case() -> bool:
