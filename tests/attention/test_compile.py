@@ -35,7 +35,7 @@ CI = {
         "rope-mla",
     ),
     "sm_100a": ("dense-256", "dense-512", "mla-128", "fp8-256", "invariant-256-fp8"),
-    "sm_120a": ("dense-512", "window", "alibi", "mla-drafts", "write-mla", "invariant-512"),
+    "sm_120a": ("dense-512", "window", "alibi", "mla-drafts", "write-mla", "invariant-512", "rope"),
 }
 LIMIT_S = 900
 # CUDA keeps this for itself, of every program's share; the table of targets has one program's limit without it.

@@ -63,8 +63,8 @@ MISTAKES = (
         Mistake(
             "the scale of the row above",
             scaled_gemm,
-            "params.mXScale[cutlass.min(row + 8 * (i % 2) +",
-            "params.mXScale[cutlass.min(row +",
+            "params.mXScale[self.scale_row(params, row, i), k_tile]",
+            "params.mXScale[self.scale_row(params, row, 0), k_tile]",
         ),
     ),
     (
