@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import stand_in
+from .clock import stand_in
 
 ROOT = Path(__file__).resolve().parents[1]
 THIRDPARTY = ROOT / "tests/emulator/thirdparty"
