@@ -75,11 +75,11 @@ def operators(page_size: int = 16) -> dict[str, RowsOperator]:
         name="rope-write-mla",
         unit="TB/s",
         cases=mla_ropes.cases,
-        make=mla_ropes.ours,
-        objections=mla_ropes.objections,
+        make=ropes.ours,
+        objections=ropes.objections,
         build=mla_ropes.build,
         reference=mla_ropes.reference,
         poison=mla_ropes.poison,
-        compared=mla_ropes.compared,
+        compared=ropes.compared,
     )
     return {operator.name: operator for operator in (*attention, stores, rotates, latents)}

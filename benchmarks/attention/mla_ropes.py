@@ -4,25 +4,22 @@
 This package has one launch for it, vLLM three or four.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from dsl_backend.attention import api, rope, rope_dispatch, rope_reference
+from dsl_backend.attention import api, rope, rope_reference
 from dsl_backend.attention import reference as writes
 from dsl_backend.attention.rope_spec import MLARopeSpec, MLARopeTensors, RopeStyle
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
 from dsl_backend.norm.api import rms_norm
 from dsl_backend.providers import Launch, Limits, Run, provider
-from dsl_backend.runtime import target as targets
 
 from ..case import Case, Reference, case_of, compared_rows
 from ..check import BF16_LIMITS
-from ..columns import missing, needs_gpu, reasons
+from ..columns import needs_gpu
 from .inputs import movable, normal
-from .ropes import COMPARED, EPS, FP8, FP8_LIMITS, PAGES_SPARE, POSITIONS
+from .ropes import COMPARED, EPS, FP8, FP8_LIMITS, in_place, poison_cache, shared, vllm_objections
 
 LATENT, ROPE, NOPE = 512, 64, 128
 
@@ -107,13 +104,7 @@ class Inputs:
 def build(problem: Problem, layers: int, device: torch.device, seed: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
     tokens, dtype = problem.tokens, problem.dtype
-    pages = -(-tokens * PAGES_SPARE // problem.page_size)
-    slots = torch.randperm(pages * problem.page_size, generator=torch.Generator().manual_seed(seed))
-    angles = torch.rand(POSITIONS, ROPE // 2, generator=generator, device=device) * 2 * math.pi
-    positions = torch.randint(POSITIONS, (tokens,), generator=generator, device=device)
-    table = torch.cat((angles.cos(), angles.sin()), 1).to(dtype)
-    at = slots[:tokens].to(device)
-    scale = torch.ones(1, device=device) if problem.kv_dtype == FP8 else None
+    pages, at, positions, table, scale = shared(problem, ROPE, generator, seed)
 
     def layer() -> MLARopeTensors:
         q = normal((tokens, problem.heads, NOPE + ROPE), dtype, generator)[..., NOPE:]
@@ -130,10 +121,7 @@ def poison(inputs: Inputs) -> None:
     for layer in inputs.layers:
         for out in (layer.q_out, layer.latent_out, layer.rope_out):
             out.fill_(torch.nan)
-        if layer.cache.dtype == FP8:
-            movable(layer.cache).fill_(0x7F)  # e4m3's NaN
-        else:
-            layer.cache.fill_(torch.nan)
+        poison_cache(layer.cache)
 
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
@@ -147,41 +135,9 @@ def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Re
     return Reference(rows, torch.cat([one.flatten(1) for one in exact], 1))
 
 
-def compared(inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
-    """What a launch made: from its queries [tokens, heads, dim]; or whole, [tokens, elements], as a peer kept it."""
-    return result if result.dim() == 2 else inputs.found(layer, result)
-
-
-def objections(problem: Problem, kernel: str | None = None) -> list[str]:
-    return reasons(lambda: rope_dispatch.choose(problem.rope_spec, targets.detect(), kernel))
-
-
-def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:
-    """`rope.rope_write_mla`, bound once, as vLLM's layers have it."""
-    writer = rope.writer(problem.rope_spec, inputs.layers[0].q.device, kernel)
-
-    def run(index: int) -> torch.Tensor:
-        tensors = inputs.layers[index]
-        writer(tensors, EPS)
-        return tensors.q_out
-
-    return run
-
-
-def in_place(launch: Callable[[MLARopeTensors], None], inputs: Inputs) -> Launch:
-    """A launch of what rotates queries and keys in place, on copies of them. The first results are checked."""
-    layers, first = [], {}
-    for index, given in enumerate(inputs.layers):
-        tensors = given._replace(q=given.q.clone(), rope=given.rope.clone())
-        launch(tensors)
-        first[tensors.q.data_ptr()] = inputs.found(index, tensors.q)
-        layers.append(tensors)
-
-    def run(index: int) -> torch.Tensor:
-        launch(layers[index])
-        return layers[index].q
-
-    return Launch(run, lambda result: first[result.data_ptr()])
+def copied(given: MLARopeTensors) -> MLARopeTensors:
+    """Tensors with copies of the rope parts."""
+    return given._replace(q=given.q.clone(), rope=given.rope.clone())
 
 
 def eager(problem: Problem, tensors: MLARopeTensors) -> None:
@@ -203,7 +159,7 @@ def eager(problem: Problem, tensors: MLARopeTensors) -> None:
 @provider("rope-write-mla", name="torch", package="torch")
 def eager_torch(problem: Problem, inputs: Inputs) -> Launch:
     """The reference's norm and rotation, and a scatter into the cache."""
-    return in_place(lambda tensors: eager(problem, tensors), inputs)
+    return in_place(lambda tensors: eager(problem, tensors), inputs, copied)
 
 
 @provider("rope-write-mla", name="three launches", objections=needs_gpu, package="dsl-backend")
@@ -242,10 +198,6 @@ def three_launches(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-def vllm_objections(problem: Problem) -> list[str]:
-    return missing("vllm")
-
-
 @provider("rope-write-mla", name="vLLM", objections=vllm_objections, package="vllm")
 def vllm(problem: Problem, inputs: Inputs) -> Launch:
     """VLLM's CUDA kernels: `rms_norm`, `rotary_embedding` and `concat_and_cache_mla`."""
@@ -260,4 +212,4 @@ def vllm(problem: Problem, inputs: Inputs) -> Launch:
         ops.rotary_embedding(layer.positions, layer.q, key, ROPE, layer.cos_sin, False)
         ops.concat_and_cache_mla(layer.latent_out, layer.rope, movable(layer.cache), layer.slots, kind, scale)
 
-    return in_place(launch, inputs)
+    return in_place(launch, inputs, copied)

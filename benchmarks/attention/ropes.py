@@ -7,11 +7,12 @@ This package has one launch for it. vLLM has two or three: the norms and the rot
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from dsl_backend.attention import reference as writes
 from dsl_backend.attention import rope, rope_dispatch, rope_reference
-from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle, RopeTensors
+from dsl_backend.attention.rope_spec import MLARopeSpec, MLARopeTensors, RopeSpec, RopeStyle, RopeTensors
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.checks import short
 from dsl_backend.providers import Launch, Limits, Run, provider
@@ -126,15 +127,61 @@ class Inputs:
         return torch.cat([one.float().flatten(1) for one in (q, *rows)], 1)
 
 
+class AnyProblem(Protocol):
+    """A problem of dense attention, or of MLA."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
+    @property
+    def rope_spec(self) -> RopeSpec | MLARopeSpec: ...
+
+
+class AnyInputs(Protocol):
+    """The layers of a problem: RopeTensors or MLARopeTensors."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]: ...
+    def found(self, layer: int, q: torch.Tensor) -> torch.Tensor: ...
+
+
+class Shared(NamedTuple):
+    """What the layers of a problem share.
+
+    Attributes:
+        pages: of a layer's cache. slots: of the tokens, scattered over it.
+        table: cosines and sines of POSITIONS positions, [POSITIONS, rotary_dim].
+        scale: of an fp8 cache.
+    """
+
+    pages: int
+    slots: torch.Tensor
+    positions: torch.Tensor
+    table: torch.Tensor
+    scale: torch.Tensor | None
+
+
+def shared(problem: AnyProblem, rotary_dim: int, generator: torch.Generator, seed: int) -> Shared:
+    device, pages = generator.device, -(-problem.tokens * PAGES_SPARE // problem.page_size)
+    slots = torch.randperm(pages * problem.page_size, generator=torch.Generator().manual_seed(seed))
+    angles = torch.rand(POSITIONS, rotary_dim // 2, generator=generator, device=device) * 2 * math.pi
+    return Shared(
+        pages=pages,
+        slots=slots[: problem.tokens].to(device),
+        positions=torch.randint(POSITIONS, (problem.tokens,), generator=generator, device=device),
+        table=torch.cat((angles.cos(), angles.sin()), 1).to(problem.dtype),
+        scale=torch.ones(1, device=device) if problem.kv_dtype == FP8 else None,
+    )
+
+
 def build(problem: Problem, layers: int, device: torch.device, seed: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
-    pages = -(-problem.tokens * PAGES_SPARE // problem.page_size)
-    slots = torch.randperm(pages * problem.page_size, generator=torch.Generator().manual_seed(seed))
-    angles = torch.rand(POSITIONS, problem.head_dim // 2, generator=generator, device=device) * 2 * math.pi
-    positions = torch.randint(POSITIONS, (problem.tokens,), generator=generator, device=device)
-    table = torch.cat((angles.cos(), angles.sin()), 1).to(problem.dtype)
-    at = slots[: problem.tokens].to(device)
-    scale = torch.ones(1, device=device) if problem.kv_dtype == FP8 else None
+    pages, at, positions, table, scale = shared(problem, problem.head_dim, generator, seed)
     heads_q, heads_kv = problem.heads
 
     def layer() -> RopeTensors:
@@ -152,11 +199,15 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int = 0) ->
 def poison(inputs: Inputs) -> None:
     for layer in inputs.layers:
         layer.q_out.fill_(torch.nan)
-        for cache in (layer.key_cache, layer.value_cache):
-            if cache.dtype == FP8:
-                movable(cache).fill_(0x7F)  # e4m3's NaN
-            else:
-                cache.fill_(torch.nan)
+        poison_cache(layer.key_cache)
+        poison_cache(layer.value_cache)
+
+
+def poison_cache(cache: torch.Tensor) -> None:
+    if cache.dtype == FP8:
+        movable(cache).fill_(0x7F)  # e4m3's NaN
+    else:
+        cache.fill_(torch.nan)
 
 
 def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Reference:
@@ -171,17 +222,17 @@ def reference(problem: Problem, inputs: Inputs, layer: int, seed: int = 0) -> Re
     return Reference(rows, torch.cat([one.flatten(1) for one in (q, key, value)], 1))
 
 
-def compared(inputs: Inputs, layer: int, result: torch.Tensor) -> torch.Tensor:
+def compared(inputs: AnyInputs, layer: int, result: torch.Tensor) -> torch.Tensor:
     """What a launch made: from its queries [tokens, heads, dim]; or whole, [tokens, elements], as a peer kept it."""
     return result if result.dim() == 2 else inputs.found(layer, result)
 
 
-def objections(problem: Problem, kernel: str | None = None) -> list[str]:
+def objections(problem: AnyProblem, kernel: str | None = None) -> list[str]:
     return reasons(lambda: rope_dispatch.choose(problem.rope_spec, targets.detect(), kernel))
 
 
-def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:
-    """`rope.rope_write_kv`, bound once, as vLLM's layers have it."""
+def ours(problem: AnyProblem, inputs: AnyInputs, kernel: str | None = None) -> Run:
+    """`rope.rope_write_kv` or `rope.rope_write_mla`, bound once, as vLLM's layers have it."""
     writer = rope.writer(problem.rope_spec, inputs.layers[0].q.device, kernel)
 
     def run(index: int) -> torch.Tensor:
@@ -192,15 +243,20 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:
     return run
 
 
-def in_place(launch: Callable[[RopeTensors], None], inputs: Inputs) -> Launch:
-    """A launch of what rotates its inputs in place, on copies of them. The first results are checked."""
+TensorsT = TypeVar("TensorsT", RopeTensors, MLARopeTensors)
+
+
+def in_place(launch: Callable[[TensorsT], None], inputs: AnyInputs, copied: Callable[[TensorsT], TensorsT]) -> Launch:
+    """A launch of what rotates its inputs in place, on copies of them. The first results are checked.
+
+    Args:
+        copied: tensors with copies of what is rotated.
+    """
     layers, first = [], {}
     for index, given in enumerate(inputs.layers):
-        rows = torch.cat((given.q, given.key, given.value), 1)
-        q, key, value = rows.split_with_sizes([one.shape[1] for one in (given.q, given.key, given.value)], 1)
-        tensors = given._replace(q=q, key=key, value=value)
+        tensors = copied(given)
         launch(tensors)
-        first[q.data_ptr()] = inputs.found(index, q)
+        first[tensors.q.data_ptr()] = inputs.found(index, tensors.q)
         layers.append(tensors)
 
     def run(index: int) -> torch.Tensor:
@@ -208,6 +264,13 @@ def in_place(launch: Callable[[RopeTensors], None], inputs: Inputs) -> Launch:
         return layers[index].q
 
     return Launch(run, lambda result: first[result.data_ptr()])
+
+
+def copied(given: RopeTensors) -> RopeTensors:
+    """Tensors with copies of queries, keys and values, side by side as before."""
+    rows = torch.cat((given.q, given.key, given.value), 1)
+    q, key, value = rows.split_with_sizes([one.shape[1] for one in (given.q, given.key, given.value)], 1)
+    return given._replace(q=q, key=key, value=value)
 
 
 def eager(problem: Problem, tensors: RopeTensors) -> None:
@@ -228,7 +291,7 @@ def eager(problem: Problem, tensors: RopeTensors) -> None:
 @provider("rope-write-kv", name="torch", package="torch")
 def eager_torch(problem: Problem, inputs: Inputs) -> Launch:
     """The reference's rotation, and a scatter into the cache."""
-    return in_place(lambda tensors: eager(problem, tensors), inputs)
+    return in_place(lambda tensors: eager(problem, tensors), inputs, copied)
 
 
 def vllm_objections(problem: Problem) -> list[str]:
@@ -261,4 +324,4 @@ def vllm(problem: Problem, inputs: Inputs) -> Launch:
             layer.key, layer.value, layer.key_cache, layer.value_cache, layer.slots, kind, scale, scale
         )
 
-    return in_place(launch, inputs)
+    return in_place(launch, inputs, copied)
