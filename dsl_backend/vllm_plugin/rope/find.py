@@ -70,9 +70,14 @@ def modules(model: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Each dense attention layer of ours: (its full name, (the module that has it, its attribute there))."""
     from vllm.model_executor.layers.attention.attention import Attention
 
+    return attentions(model, Attention)
+
+
+def attentions(model: nn.Module, kind: type[Any]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Each attention layer of ours of one kind that is not served yet, as `modules` gives them."""
     for name, parent in list(model.named_modules()):
         for attribute, child in list(parent.named_children()):
-            ours = isinstance(child, Attention) and child.attn_backend.get_name() == NAME
+            ours = isinstance(child, kind) and child.attn_backend.get_name() == NAME
             if ours and not hasattr(child, "dsl_rotation"):
                 yield f"{name}.{attribute}", (parent, attribute)
 

@@ -12,9 +12,8 @@ from dsl_backend.attention.rope_spec import MLARopeSpec, RopeStyle
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
-from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.norms.serve import OFFSETS
-from dsl_backend.vllm_plugin.rope.find import Rotation, against_norms, against_rotary
+from dsl_backend.vllm_plugin.rope.find import Rotation, against_norms, against_rotary, attentions
 from dsl_backend.vllm_plugin.rope.forward_source import OtherForm
 from dsl_backend.vllm_plugin.rope.latent_source import LatentForm, latent_form_of
 
@@ -33,11 +32,7 @@ def modules(model: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
     """Each MLA attention of ours: (its full name, (the module that has it, its attribute there))."""
     from vllm.model_executor.layers.attention import MLAAttention
 
-    for name, parent in list(model.named_modules()):
-        for attribute, child in list(parent.named_children()):
-            ours = isinstance(child, MLAAttention) and child.attn_backend.get_name() == NAME
-            if ours and not hasattr(child, "dsl_rotation"):
-                yield f"{name}.{attribute}", (parent, attribute)
+    return attentions(model, MLAAttention)
 
 
 def judge(parent: Any, attribute: str, vllm_config: Any, target: Target) -> Rotation[LatentForm, MLARopeSpec] | str:
