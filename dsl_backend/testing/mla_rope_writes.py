@@ -13,7 +13,7 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.inputs import K_SCALE, Layout, empty_like_cache, normal, not_a_number
 from dsl_backend.testing.numerics import assert_rounded_once
-from dsl_backend.testing.rope_writes import angles, assert_same_memory, slots_of, with_specials
+from dsl_backend.testing.rope_writes import angles, assert_same_memory, launched, slots_of, with_specials
 
 F32, BF16, FP16, FP8, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 NEOX, GPTJ = RopeStyle.NEOX, RopeStyle.GPTJ
@@ -175,16 +175,9 @@ def check_mla_rope(
 
     The target is the device's own where none is named.
     """
-    mine, theirs = build(case, device), build(case, device)
-    # The reference refuses slots that are not there, which kernels skip.
-    slots = mine.slots.where(mine.slots < case.pages * case.page, -1)
-    if kernel == "reference":
-        mine = mine._replace(slots=slots)
-    if target is None:
-        rope.rope_write_mla(case.spec, mine, eps=EPS, kernel=kernel)
-    else:
-        rope.RopeWriter(case.spec, lambda: target, kernel)(mine, EPS)
-    judge(case, mine, theirs._replace(slots=slots), kernel)
+    twice = build(case, device), build(case, device)
+    mine, theirs = launched(case, twice, rope.rope_write_mla, kernel, target)
+    judge(case, mine, theirs, kernel)
 
 
 def judge(case: MLARopeCase, mine: MLARopeTensors, theirs: MLARopeTensors, kernel: str | None) -> None:

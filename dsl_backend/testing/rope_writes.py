@@ -3,13 +3,14 @@
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from dsl_backend.attention import reference, rope, rope_reference
-from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle, RopeTensors
+from dsl_backend.attention.rope_spec import MLARopeSpec, MLARopeTensors, RopeSpec, RopeStyle, RopeTensors
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.inputs import K_SCALE, V_SCALE, Layout, empty_like_cache, normal, not_a_number, scale_of
@@ -229,16 +230,45 @@ def check_rope(case: RopeCase, kernel: str | None, device: torch.device | str, t
 
     The target is the device's own where none is named.
     """
-    mine, theirs = build(case, device), build(case, device)
+    twice = build(case, device), build(case, device)
+    mine, theirs = launched(case, twice, rope.rope_write_kv, kernel, target)
+    judge(case, mine, theirs, kernel)
+
+
+class Launches(Slots, Protocol):
+    """What a launch takes, of a case."""
+
+    @property
+    def spec(self) -> RopeSpec | MLARopeSpec: ...
+
+
+TensorsT = TypeVar("TensorsT", RopeTensors, MLARopeTensors)
+
+
+def launched(
+    case: Launches,
+    twice: tuple[TensorsT, TensorsT],
+    write: Callable[..., None],
+    kernel: str | None,
+    target: Target | None,
+) -> tuple[TensorsT, TensorsT]:
+    """(Tensors that a launch had, the same as no launch has seen them, with slots that are in the cache or negative).
+
+    Args:
+        twice: tensors of a case, made twice.
+        write: rope_write_kv or rope_write_mla.
+        target: the device's own where none is given.
+    """
+    mine, theirs = twice
     # The reference refuses slots that are not there, which kernels skip.
     slots = mine.slots.where(mine.slots < case.pages * case.page, -1)
     if kernel == "reference":
         mine = mine._replace(slots=slots)
     if target is None:
-        rope.rope_write_kv(case.spec, mine, eps=EPS, kernel=kernel)
+        write(case.spec, mine, eps=EPS, kernel=kernel)
     else:
         rope.RopeWriter(case.spec, lambda: target, kernel)(mine, EPS)
-    judge(case, mine, theirs._replace(slots=slots), kernel)
+    return mine, theirs._replace(slots=slots)
 
 
 def judge(case: RopeCase, mine: RopeTensors, theirs: RopeTensors, kernel: str | None) -> None:
