@@ -78,23 +78,23 @@ class Layout:
         return self.clusters / self.per_group * self.members
 
 
-def stand_in(place: int, clusters: int, count: int) -> int:
-    """Index of the simulated cluster that stands for one in the grid: the one of its share."""
+def share_of(place: int, clusters: int, count: int) -> int:
+    """In which of so many even shares of the grid a cluster is: the simulated one of that share stands for it."""
     return place * count // clusters
 
 
-def weights(clusters: int, places: Sequence[int]) -> list[int]:
-    """How many clusters of the grid each simulated one stands for."""
-    found = [0] * len(places)
+def weights(clusters: int, count: int) -> list[int]:
+    """How many clusters of the grid each of so many simulated ones stands for."""
+    found = [0] * count
     for place in range(clusters):
-        found[stand_in(place, clusters, len(places))] += 1
+        found[share_of(place, clusters, count)] += 1
     return found
 
 
-def laid_out(layout: Layout, places: Sequence[int], durations: Sequence[float]) -> float:
+def laid_out(layout: Layout, durations: Sequence[float]) -> float:
     """Cycles of a grid whose clusters take different times: each starts where a slot is free first, in their order."""
     free = [0.0] * min(layout.clusters, layout.groups * layout.slots)
     heapq.heapify(free)
     for place in range(layout.clusters):
-        heapq.heappush(free, heapq.heappop(free) + durations[stand_in(place, layout.clusters, len(places))])
+        heapq.heappush(free, heapq.heappop(free) + durations[share_of(place, layout.clusters, len(durations))])
     return max(free)

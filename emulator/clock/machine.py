@@ -117,7 +117,7 @@ def recorded_of(run: Run) -> Recorded:
     recorder, launch = run.recorder, run.launch
     assert isinstance(recorder, Recorder)
     places = tuple(sorted(recorder.clusters))
-    counts = grid.weights(run.grid_clusters, places)
+    counts = grid.weights(run.grid_clusters, len(places))
     requested = recorder.requested(zip(places, counts, strict=True), len(launch.regions), READS)
     classes = [[[warp.whole() for warp in cta] for cta in recorder.clusters[place]] for place in places]
     return Recorded(launch, run.program, run.shared_bytes, places, classes, requested)
@@ -182,4 +182,4 @@ def _different(
         every.append(one)
         durations.append(one.cycles + chip["dispatch"])
     longest = max(range(len(durations)), key=lambda index: durations[index])
-    return grid.laid_out(layout, recorded.places, durations) - chip["dispatch"], every[longest]
+    return grid.laid_out(layout, durations) - chip["dispatch"], every[longest]
