@@ -58,24 +58,48 @@ def vector(numeric: Any, size: Any, align: int = 4) -> Any:
     return make_fake_tensor(numeric, (size,), (1,), assumed_align=align)
 
 
-def fake_operands(key: ExpertsKey) -> tuple[ExpertsOperands, Any, Any, Any]:
-    """(operands, M, H, I) of any sizes that are multiples of 16 bytes."""
-    dtype, numeric, experts = key.dtype, NUMERIC[key.dtype], key.num_experts
-    lanes = ALIGNMENT // dtype.itemsize
-    tokens, topk = cute.sym_int(), key.topk
+def fake_operands(key: ExpertsKey, weights: torch.dtype) -> tuple[ExpertsOperands, Any, Any, Any, Any]:
+    """(operands, M, H, I, rows of w13) of any sizes that are multiples of 16 bytes; x has the weights' dtype."""
+    numeric, experts, topk = NUMERIC[key.dtype], key.num_experts, key.topk
+    lanes = ALIGNMENT // weights.itemsize
+    tokens = cute.sym_int()
     hidden, width, rows = (cute.sym_int(divisibility=lanes) for _ in range(3))
     operands = ExpertsOperands(
-        x=matrix(dtype, tokens, hidden),
-        w13=matrices(dtype, experts, rows, hidden),
-        w2=matrices(dtype, experts, hidden, width),
+        x=matrix(weights, tokens, hidden),
+        w13=matrices(weights, experts, rows, hidden),
+        w2=matrices(weights, experts, hidden, width),
         topk_weights=None if key.router_weights is RouterWeights.NONE else rows_of(Float32, tokens, topk, 4),
         topk_ids=rows_of(IDS[key.ids_dtype], tokens, topk, key.ids_dtype.itemsize),
-        w13_bias=rows_of(numeric, experts, rows, dtype.itemsize) if key.w13_bias else None,
-        w2_bias=rows_of(numeric, experts, hidden, dtype.itemsize) if key.w2_bias else None,
+        w13_bias=rows_of(numeric, experts, rows, key.dtype.itemsize) if key.w13_bias else None,
+        w2_bias=rows_of(numeric, experts, hidden, key.dtype.itemsize) if key.w2_bias else None,
         expert_map=vector(Int32, cute.sym_int()) if key.mapped else None,
-        out=matrix(dtype, tokens, hidden),
+        out=matrix(key.dtype, tokens, hidden),
     )
-    return operands, tokens, hidden, width
+    return operands, tokens, hidden, width, rows
+
+
+def fake_routing(experts: int, pairs: Any) -> dict[str, Any]:
+    """What routing leaves in scratch, by name."""
+    return {
+        "tiles": make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
+        "tile_count": vector(Int32, 2),
+        "counts": make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
+        "pairs": vector(Int32, pairs),
+    }
+
+
+def routing_of(
+    spec: ExpertsSpec, work_tiles: int, tokens: int, routing_ctas: int, workspace: Workspace
+) -> dict[str, torch.Tensor]:
+    """The same of a launch, of the workspace's integers."""
+    sizes = (work_tiles * RECORD, 2, routing_ctas * spec.num_experts, tokens * spec.topk)
+    tiles, tile_count, counts, pairs = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    return {
+        "tiles": tiles.view(work_tiles, RECORD),
+        "tile_count": tile_count,
+        "counts": counts.view(routing_ctas, spec.num_experts),
+        "pairs": pairs,
+    }
 
 
 def matrices(dtype: torch.dtype, count: Any, rows: Any, width: Any) -> Any:
@@ -87,8 +111,8 @@ def matrices(dtype: torch.dtype, count: Any, rows: Any, width: Any) -> Any:
 
 def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
     """What the kernels are compiled for."""
-    operands, tokens, hidden, width = fake_operands(key)
-    dtype, experts = key.dtype, key.num_experts
+    operands, tokens, hidden, width, _ = fake_operands(key, key.dtype)
+    dtype = key.dtype
     args: ExpertsArgs | DecodeArgs
     if key.decodes:
         decode_scratch = DecodeScratch(
@@ -100,10 +124,7 @@ def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
     else:
         pairs = cute.sym_int()
         scratch = ExpertsScratch(
-            tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
-            tile_count=vector(Int32, 2),
-            counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
-            pairs=vector(Int32, pairs),
+            **fake_routing(key.num_experts, pairs),
             hidden=matrix(dtype, pairs, width),
             made=matrix(dtype, pairs, hidden),
         )
@@ -133,17 +154,11 @@ def scratch_of(
     spec: ExpertsSpec, config: ExpertsConfig, tokens: int, routing_ctas: int, workspace: Workspace
 ) -> ExpertsScratch:
     """A launch's part of the workspace."""
-    pairs, tiles = tokens * spec.topk, config.work_tiles(spec, tokens)
-    hidden, width = spec.hidden_size, spec.intermediate_size
-    sizes = (tiles * RECORD, 2, routing_ctas * spec.num_experts, pairs)
-    integers = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    pairs, hidden, width = tokens * spec.topk, spec.hidden_size, spec.intermediate_size
     # Elements of 2 bytes in a buffer of 4; both products' rows are multiples of 16 bytes.
     values = workspace.partials(pairs * (hidden + width) // 2).view(spec.dtype)
     return ExpertsScratch(
-        tiles=integers[0].view(tiles, RECORD),
-        tile_count=integers[1],
-        counts=integers[2].view(routing_ctas, spec.num_experts),
-        pairs=integers[3],
+        **routing_of(spec, config.work_tiles(spec, tokens), tokens, routing_ctas, workspace),
         hidden=values[: pairs * width].view(pairs, width),
         made=values[pairs * width : pairs * (width + hidden)].view(pairs, hidden),
     )

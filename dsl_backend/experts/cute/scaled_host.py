@@ -9,15 +9,14 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
-from dsl_backend.experts.cute.args import RECORD
-from dsl_backend.experts.cute.host import IDS, matrices, rows_of, vector
+from dsl_backend.experts.cute.host import fake_operands, fake_routing, routing_of
 from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs, ScaledScratch
 from dsl_backend.experts.cute.scaled_layer import ScaledExpertsKey, ScaledExpertsLayer
 from dsl_backend.experts.kernel import Launch
 from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, choose, products
-from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.args import require_dynamic
-from dsl_backend.gemm.host import ALIGNMENT, matrix
+from dsl_backend.gemm.host import matrix
 from dsl_backend.quant.format import E4M3, ScaledFormat
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -65,30 +64,17 @@ def fake_scale(kind: ScaledFormat, *rows: Any) -> Any:
 
 def fake_args(key: ScaledExpertsKey) -> ScaledExpertsArgs:
     """What the kernels are compiled for: sizes that are multiples of 16."""
-    experts, tokens, pairs, topk = key.num_experts, cute.sym_int(), cute.sym_int(), key.topk
-    hidden, width, rows = (cute.sym_int(divisibility=ALIGNMENT) for _ in range(3))
-    e4m3, acts = E4M3.dtype, key.activations
-    operands = ExpertsOperands(
-        x=matrix(e4m3 if key.x_given else key.dtype, tokens, hidden),
-        w13=matrices(e4m3, experts, rows, hidden),
-        w2=matrices(e4m3, experts, hidden, width),
-        topk_weights=None if key.router_weights is RouterWeights.NONE else rows_of(Float32, tokens, topk, 4),
-        topk_ids=rows_of(IDS[key.ids_dtype], tokens, topk, key.ids_dtype.itemsize),
-        w13_bias=None,
-        w2_bias=None,
-        expert_map=vector(Int32, cute.sym_int()) if key.mapped else None,
-        out=matrix(key.dtype, tokens, hidden),
-        scales=ExpertsScales(
-            w13=fake_scale(key.weight, experts, rows),
-            w2=fake_scale(key.weight, experts, hidden),
-            x=fake_scale(acts, tokens) if key.x_given else None,
-        ),
+    e4m3, acts, pairs = E4M3.dtype, key.activations, cute.sym_int()
+    operands, tokens, hidden, width, rows = fake_operands(key, e4m3)
+    if not key.x_given:
+        operands = operands._replace(x=matrix(key.dtype, tokens, hidden))
+    scales = ExpertsScales(
+        w13=fake_scale(key.weight, key.num_experts, rows),
+        w2=fake_scale(key.weight, key.num_experts, hidden),
+        x=fake_scale(acts, tokens) if key.x_given else None,
     )
     scratch = ScaledScratch(
-        tiles=make_fake_tensor(Int32, (cute.sym_int(), RECORD), (RECORD, 1), assumed_align=ALIGNMENT),
-        tile_count=vector(Int32, 2),
-        counts=make_fake_tensor(Int32, (cute.sym_int(), experts), (experts, 1), assumed_align=4),
-        pairs=vector(Int32, pairs),
+        **fake_routing(key.num_experts, pairs),
         hidden=matrix(e4m3, pairs, width),
         hidden_scale=fake_scale(acts, pairs),
         wide=matrix(key.dtype, pairs, width) if key.beside else None,
@@ -96,7 +82,7 @@ def fake_args(key: ScaledExpertsKey) -> ScaledExpertsArgs:
         x_scale=None if key.x_given else fake_scale(acts, tokens),
         made=matrix(key.dtype, pairs, hidden),
     )
-    args = ScaledExpertsArgs(operands, scratch, Int32(1), Int32(1), Int32(1))
+    args = ScaledExpertsArgs(operands._replace(scales=scales), scratch, Int32(1), Int32(1), Int32(1))
     require_dynamic(args)
     return args
 
@@ -113,10 +99,7 @@ def scratch_of(
 ) -> ScaledScratch:
     """A launch's part of the workspace."""
     assert spec.activations is not None
-    pairs, tiles = tokens * spec.topk, config.work_tiles(spec, tokens)
-    hidden, width, acts = spec.hidden_size, spec.intermediate_size, spec.activations
-    sizes = (tiles * RECORD, 2, routing_ctas * spec.num_experts, pairs)
-    integers = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
+    pairs, hidden, width, acts = tokens * spec.topk, spec.hidden_size, spec.intermediate_size, spec.activations
     parts = {
         "hidden": Part(torch.uint8, (pairs, width)),
         "hidden_scale": Part(torch.float32, acts.scale_shape(pairs, width)),
@@ -129,13 +112,7 @@ def scratch_of(
         parts["x_scale"] = Part(torch.float32, acts.scale_shape(tokens, hidden))
     values: dict[str, torch.Tensor | None] = {"wide": None, "x": None, "x_scale": None}
     values |= zip(parts, workspace.tensors(list(parts.values())), strict=True)
-    return ScaledScratch(
-        tiles=integers[0].view(tiles, RECORD),
-        tile_count=integers[1],
-        counts=integers[2].view(routing_ctas, spec.num_experts),
-        pairs=integers[3],
-        **values,
-    )
+    return ScaledScratch(**routing_of(spec, config.work_tiles(spec, tokens), tokens, routing_ctas, workspace), **values)
 
 
 def as_bytes(operands: ExpertsOperands) -> ExpertsOperands:
