@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, chunk, packed_gqa_heads
+from dsl_backend.attention.cute.sizes import FP8_K_BLOCK, MBARRIER_BYTES, chunk, p_offset_objections, packed_gqa_heads
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.quant.format import E4M3
 
@@ -24,6 +24,14 @@ def without_fp8_products(spec: AttentionSpec) -> list[str]:
         reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
     if spec.batch_invariant:
         reasons.append("batch invariance: its keys are split evenly over the batch")
+    return reasons
+
+
+def fp8_tile_objections(tile_n: int, p_offset: float) -> list[str]:
+    """Why a kernel with products in 8 bits cannot have tiles of so many keys and such a P; empty where it can."""
+    reasons = p_offset_objections(p_offset)
+    if tile_n % FP8_K_BLOCK:
+        reasons.insert(0, f"tiles of {tile_n} keys: a multiple of {FP8_K_BLOCK} is possible")
     return reasons
 
 

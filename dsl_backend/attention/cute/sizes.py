@@ -51,3 +51,8 @@ def partial_size(rows: Any, columns: int) -> Any:
 def fold_workspace_size(rows: int, columns: int) -> int:
     """float32 elements in which a CTA keeps the splits of a row tile that it has combined: O, row_max and row_sum."""
     return rows * (columns + 4)
+
+
+def p_offset_objections(p_offset: float) -> list[str]:
+    """Why P cannot be multiplied by 2^p_offset in e4m3; empty where it can."""
+    return [] if 0 <= p_offset <= 8 else [f"P times 2^{p_offset:g}: an exponent from 0 to 8 is possible"]

@@ -11,6 +11,7 @@ from dsl_backend.attention.cute.sizes import (
     MBARRIER_BYTES,
     WARPGROUP,
     WORK_TILE_SMEM_BYTES,
+    p_offset_objections,
 )
 from dsl_backend.attention.cute.sm90.dense_configs import MAX_STAGES, REGISTERS, WGMMA_M
 from dsl_backend.attention.spec import AttentionSpec
@@ -95,8 +96,7 @@ class Fp8Config:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of {FP8_K_BLOCK} up to 256 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} K stages, {self.query_stages} Q stages: at least 2 and 1 are needed")
-        if not 0 <= self.p_offset <= 8:
-            reasons.append(f"P times 2^{self.p_offset:g}: an exponent from 0 to 8 is possible")
+        reasons += p_offset_objections(self.p_offset)
         if self.accumulate_period < 0:
             reasons.append(f"sums of {self.accumulate_period} tiles: 1 or more are possible, or 0 for all")
         if reasons:

@@ -5,9 +5,14 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles, without_fp8_products
+from dsl_backend.attention.cute.mla_configs import (
+    ROWS,
+    MlaTileConfig,
+    fp8_tile_objections,
+    row_tiles,
+    without_fp8_products,
+)
 from dsl_backend.attention.cute.sizes import (
-    FP8_K_BLOCK,
     MAX_P_EXPONENT,
     MBARRIER_BYTES,
     WARPGROUP,
@@ -61,10 +66,7 @@ class Fp8MlaConfig(MlaTileConfig):
 
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = without_fp8_products(spec)
-        if self.tile_n % FP8_K_BLOCK:
-            reasons.append(f"tiles of {self.tile_n} keys: a multiple of {FP8_K_BLOCK} is possible")
-        if not 0 <= self.p_offset <= 8:
-            reasons.append(f"P times 2^{self.p_offset:g}: an exponent from 0 to 8 is possible")
+        reasons += fp8_tile_objections(self.tile_n, self.p_offset)
         needed, most = self.registers_needed(spec), self.registers[0]
         if needed > most:
             reasons.append(f"O, S and P take {needed} registers: a thread has {most}")
