@@ -23,9 +23,9 @@ from emulator.clock.constants import ChipClock
 from emulator.clock.machine import ClockMachine, LaunchTime, Recorded
 
 from .measured import ROWS, Measured
-from .peers import PEERS, RUNS
+from .peers import RUNS
 from .problems import run_of
-from .stand_in import pretend
+from .stand_in import PEERS, pretend
 
 
 def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> list[Recorded]:

@@ -4,14 +4,11 @@
 The process believes that it has the chip (stand_in.py). The packages are in `.peers` (`make peers`).
 """
 
-import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-PEERS = Path(__file__).resolve().parents[2] / os.environ.get("PEERS", ".peers")
 BF16 = torch.bfloat16
 LATENT, ROPE = 512, 64
 # Compiles and launches.

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+# Where `make peers` installs them (tools/setup_peers.py).
+PEERS = Path(__file__).resolve().parents[2] / os.environ.get("PEERS", ".peers")
 SMS = 4
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 

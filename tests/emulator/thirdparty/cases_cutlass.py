@@ -6,11 +6,9 @@ The files are as CUTLASS has them; their scripts, which make tensors on a GPU an
 
 import importlib.util
 import math
-import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +16,10 @@ import torch
 from peer_budgets import Expected
 from peer_cases import SM90, SM100, Problem, Table, normal
 
-from benchmarks.clock.stand_in import SMS
+from benchmarks.clock.stand_in import PEERS, SMS
 
 CUTLASS = Table()
-ROOT = Path(__file__).resolve().parents[3]
-EXAMPLES = ROOT / os.environ.get("PEERS", ".peers") / "cutlass_examples"
+EXAMPLES = PEERS / "cutlass_examples"
 TUTORIAL = "cute/blackwell/tutorial/tutorial_gemm"
 KERNELS = "cute/blackwell/kernel"
 HOPPER = "cute/hopper/kernel"

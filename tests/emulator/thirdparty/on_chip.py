@@ -26,7 +26,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-PEERS = ROOT / os.environ.get("PEERS", ".peers")
 sys.path[:0] = [str(HERE), str(ROOT)]
 # A process has one core.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
@@ -39,7 +38,7 @@ from peer_answers import FILE, Answer, Answers, Output  # noqa: E402
 from peer_budgets import judge  # noqa: E402
 from peer_cases import SM90, Case  # noqa: E402
 
-from benchmarks.clock.stand_in import SMS, pretend, ready  # noqa: E402
+from benchmarks.clock.stand_in import PEERS, SMS, pretend, ready  # noqa: E402
 
 CASES: dict[str, Case] = {name: case for name, case in {**FLASH, **QUACK, **CUTLASS}.items() if SM90 in case.archs}
 CALLS = 3  # of each case

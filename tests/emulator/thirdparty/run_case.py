@@ -20,7 +20,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
-PEERS = ROOT / os.environ.get("PEERS", ".peers")
 # Threads of torch and BLAS only get into each other's way here; read when they are loaded.
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 sys.path.insert(0, str(ROOT))
@@ -35,7 +34,7 @@ from peer_cases import SCHEDULES, SM90, Case, Problem  # noqa: E402
 from peer_rules import compare, rule_of  # noqa: E402
 
 import emulator  # noqa: E402
-from benchmarks.clock.stand_in import SMS, pretend  # noqa: E402
+from benchmarks.clock.stand_in import PEERS, SMS, pretend  # noqa: E402
 from emulator.host.launch import Launch  # noqa: E402
 from emulator.machine import Machine  # noqa: E402
 
