@@ -77,6 +77,16 @@ def scratch() -> Workspace:
     return Workspace(torch.device("cpu"))
 
 
+def far_apart(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """A copy whose rows are `step` elements apart: memory of which a few pages are ever touched."""
+    strides = (step, *tensor.stride()[1:])
+    size = step * (len(tensor) - 1) + sum((n - 1) * s for n, s in zip(tensor.shape[1:], strides[1:], strict=True))
+    made = torch.empty(size + 1, dtype=tensor.dtype).as_strided(tensor.shape, strides)
+    for row, one in enumerate(tensor):
+        made[row] = one
+    return made
+
+
 def numbered(cases: Sequence[Case], quick: Collection[str]) -> pytest.MarkDecorator:
     """A test of each case and its index; `full` except for those whose ids are quick."""
     return pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FP16, Case, by_id, mla
 from dsl_backend.testing.cases.absorbed_mla import LATENT
+from dsl_backend.testing.check import Result
+from dsl_backend.testing.inputs import Problem
 from emulator.machine.profile import Profile
 from tests.attention.unseen import expected_of
 
@@ -36,6 +38,20 @@ class Run:
         return f"{self.case.id}-{self.schedule}-{'split' if self.split else 'whole'}"
 
 
+def launched(
+    kernel: MlaKernel, problem: Problem, arch: str, *, sms: int, schedule: str, seed: int, split_q: bool = False
+) -> tuple[Result, Profile]:
+    """A problem's results, and what the emulator counted; any finding or warning raises."""
+    result = check.empty_result(problem)
+    q, q_rope = problem.split_q if split_q else (problem.q, None)
+    scales = (problem.k_scale, problem.v_scale)
+    operands = Operands(q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales)
+    with emulator.device(arch=arch, sms=sms, schedule=schedule, seed=seed, strict=True) as machine:
+        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
+    assert machine.profile is not None
+    return result, machine.profile
+
+
 def emulate(
     run: Run, seed: int, arch: str, kernel_type: type[MlaKernel], config: Any, nan_below: bool = False
 ) -> Profile:
@@ -47,20 +63,14 @@ def emulate(
     """
     problem = run.case.problem()
     expected, magnitude = expected_of(problem, nan_below)
-    result = check.empty_result(problem)
-    q, q_rope = problem.split_q if run.case.split_q else (problem.q, None)
     target = replace(from_arch(arch), sm_count=SMS)
     kernel = kernel_type(problem.spec, target, Workspace(torch.device("cpu")), run.config or config)
     assert not kernel.config.objections(problem.spec, target.smem_bytes)
-    with emulator.device(arch=arch, sms=SMS, schedule=run.schedule, seed=seed, strict=True) as machine:
-        scales = (problem.k_scale, problem.v_scale)
-        operands = Operands(
-            q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales
-        )
-        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
+    result, profile = launched(
+        kernel, problem, arch, sms=SMS, schedule=run.schedule, seed=seed, split_q=run.case.split_q
+    )
     check.judge(result, expected, magnitude)
-    assert machine.profile is not None
-    return machine.profile
+    return profile
 
 
 RAGGED = mla(

@@ -11,23 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-import emulator
 from dsl_backend.attention.cute import fp8_queries, fp8_smem, transpose
 from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.sm90 import mla_fp8_mma
 from dsl_backend.attention.cute.sm90.mla_fp8_configs import Fp8MlaConfig
 from dsl_backend.attention.cute.sm90.mla_fp8_kernel import Fp8MlaForward
 from dsl_backend.attention.cute.sm90.mla_host import Fp8Mla
-from dsl_backend.attention.protocol import Operands
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing import check, fp8_attention
+from dsl_backend.testing import fp8_attention
 from dsl_backend.testing.cases import mla
 from dsl_backend.testing.inputs import Surroundings
 from emulator.errors import EmulatorError
 from tests.attention.mistakes import Mistake, spoil_methods, spoilt
-from tests.attention.mla_cases import SCHEDULES
+from tests.attention.mla_cases import SCHEDULES, launched
 from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART, arithmetic_of
 
 # NaN beyond the end and below the windows; queries of a request differ in size.
@@ -93,13 +91,8 @@ def run(index: int) -> None:
             return toolkit.compiled(Fp8MlaForward(key), fake_args(key, fake_mla_tensors(key)), target.arch, "")
 
     problem, target = CASE.problem(), replace(from_arch("sm_90a"), sm_count=1)
-    result = check.empty_result(problem)
     kernel = Fresh(problem.spec, target, Workspace(torch.device("cpu")), replace(CONFIG, scores_first=True))
-    scales = (problem.k_scale, problem.v_scale)
-    with emulator.device(arch="sm_90a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
-        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(
-            Operands(problem.q, None, problem.keys, problem.values, result.out, result.lse, None, None, *scales)
-        )
+    result, _ = launched(kernel, problem, "sm_90a", sms=1, schedule=SCHEDULES[index], seed=index)
     fp8_attention.judge(result, problem, arithmetic_of(CONFIG), FLIPPED_PART)
 
 

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.cute.sm90.mla_fp8_configs import Fp8MlaConfig, default_fp8_mla_config, fp8_mla_variants
 from dsl_backend.attention.cute.sm90.mla_host import Fp8Mla, Fp8MlaSplitKV
-from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing import check, fp8_attention
+from dsl_backend.testing import fp8_attention
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.check import Result
 from dsl_backend.testing.fp8_attention import Arithmetic
 from dsl_backend.testing.inputs import Layout, Problem, Surroundings
-from tests.attention.mla_cases import SCHEDULES, SMS
+from tests.attention.mla_cases import SCHEDULES, SMS, launched
 
 NAME = dispatch.FP8_PRODUCTS
 # Of rows, those that an element of Q may move that the kernel's float32 quotient rounds to the other number of e4m3
@@ -44,18 +42,10 @@ def arithmetic_of(config: Fp8MlaConfig) -> Arithmetic:
 
 def run(problem: Problem, config: Fp8MlaConfig, schedule: str, split: bool, split_q: bool = False) -> Result:
     """A problem's results from the emulator; any finding or warning raises."""
-    result = check.empty_result(problem)
-    q, q_rope = problem.split_q if split_q else (problem.q, None)
-    target = replace(from_arch("sm_90a"), sm_count=SMS)
+    target, seed = replace(from_arch("sm_90a"), sm_count=SMS), SCHEDULES.index(schedule)
     kernel = (Fp8MlaSplitKV if split else Fp8Mla)(problem.spec, target, Workspace(torch.device("cpu")), config)
     assert not config.objections(problem.spec, target.smem_bytes)
-    with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=SCHEDULES.index(schedule), strict=True):
-        scales = (problem.k_scale, problem.v_scale)
-        operands = Operands(
-            q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales
-        )
-        kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
-    return result
+    return launched(kernel, problem, "sm_90a", sms=SMS, schedule=schedule, seed=seed, split_q=split_q)[0]
 
 
 @dataclass(frozen=True)

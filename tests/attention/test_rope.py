@@ -28,7 +28,7 @@ from dsl_backend.testing.rope_writes import EPS, ROPES, RopeCase, build, check_r
 from emulator.errors import EmulatorError, HostError
 from emulator.machine.findings import Kind
 from tests import machine_code
-from tests.attention.emulated import SCHEDULES, SMS
+from tests.attention.emulated import SCHEDULES, SMS, far_apart
 from tests.attention.mistakes import Mistake, spoilt
 from tests.primitives import dependent_chains as chains
 
@@ -140,17 +140,8 @@ def test_offsets_past_31_bits(arch: str) -> None:
     """Rows, pages and positions 2^30 elements apart: memory of which a few pages are ever touched."""
     case, step = RopeCase(tokens=3, heads=(1, 1), skipped=0, positions=3, pages=3), 2**30 + 2**20
     tensors = build(case, "cpu")
-
-    def far(tensor: torch.Tensor) -> torch.Tensor:
-        strides = (step, *tensor.stride()[1:])
-        size = step * (len(tensor) - 1) + sum((n - 1) * s for n, s in zip(tensor.shape[1:], strides[1:], strict=True))
-        made = torch.empty(size + 1, dtype=tensor.dtype).as_strided(tensor.shape, strides)
-        for row, one in enumerate(tensor):
-            made[row] = one
-        return made
-
     spread = ("q", "key", "value", "q_out", "cos_sin", "key_cache", "value_cache")
-    mine = tensors._replace(**{name: far(getattr(tensors, name)) for name in spread})
+    mine = tensors._replace(**{name: far_apart(getattr(tensors, name), step) for name in spread})
     with emulator.device(arch=arch, sms=1, strict=True):
         rope.RopeWriter(case.spec, lambda: from_arch(arch), "cute")(mine, EPS)
         near = build(case, "cpu")

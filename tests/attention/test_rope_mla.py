@@ -34,7 +34,7 @@ from dsl_backend.testing.mla_rope_writes import (
 )
 from emulator.errors import EmulatorError, HostError
 from emulator.machine.findings import Kind
-from tests.attention.emulated import SCHEDULES, SMS
+from tests.attention.emulated import SCHEDULES, SMS, far_apart
 from tests.attention.mistakes import Mistake, spoilt
 from tests.attention.test_rope import marks_of, needs_triton
 from tests.primitives import dependent_chains as chains
@@ -135,18 +135,9 @@ def test_cute_on_a_gpu(case: MLARopeCase) -> None:
 def test_offsets_past_31_bits() -> None:
     """Rows, pages and positions 2^30 elements apart: memory of which a few pages are ever touched."""
     case, step = replace(BY_ID["separate"], tokens=3, heads=1, skipped=0, positions=3, pages=3), 2**30 + 2**20
-
-    def far(tensor: torch.Tensor) -> torch.Tensor:
-        strides = (step, *tensor.stride()[1:])
-        size = step * (len(tensor) - 1) + sum((n - 1) * s for n, s in zip(tensor.shape[1:], strides[1:], strict=True))
-        made = torch.empty(size + 1, dtype=tensor.dtype).as_strided(tensor.shape, strides)
-        for row, one in enumerate(tensor):
-            made[row] = one
-        return made
-
     near = build(case, "cpu")
     spread = ("q", "latent", "rope", "q_out", "latent_out", "rope_out", "cos_sin", "cache")
-    mine = near._replace(**{name: far(getattr(near, name)) for name in spread})
+    mine = near._replace(**{name: far_apart(getattr(near, name), step) for name in spread})
     with emulator.device(arch="sm_90a", sms=1, strict=True):
         writer = rope.RopeWriter(case.spec, lambda: from_arch("sm_90a"), "cute")
         writer(mine, EPS)
