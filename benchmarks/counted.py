@@ -32,7 +32,7 @@ def profiled(run: Callable[[], object], arch: str, sms: int) -> list[Kernel]:
 def pretend(arch: str) -> None:
     """Makes torch and other packages see a simulated GPU in this process, and makes the peers importable."""
     sys.path.insert(0, str(THIRDPARTY))  # for the cases of peers
-    stand_in.pretend(arch, ROOT / ".peers")
+    stand_in.pretend(arch, stand_in.PEERS)
 
 
 def in_child(module: str, *arguments: str) -> list[Kernel]:
