@@ -289,7 +289,17 @@ CASES: tuple[SamplingCase, ...] = (
 
 # Few finite logits, none, more ties than candidates fit, infinite ones, NaN: with and without a filter.
 LIKELIEST = (
-    *(row(), row(t=5), row(t=3, p=0.5), row(t=9, k=5), row(t=0), row(t=3, m=0.3), row("spread", t=30, k=400)),
+    *(
+        row(),
+        row(t=1),
+        row(t=1, p=0.3),
+        row(t=5),
+        row(t=3, p=0.5),
+        row(t=9, k=5),
+        row(t=0),
+        row(t=3, m=0.3),
+        row("spread", t=30, k=400),
+    ),
     *(row(name, t=5) for name in ("ties", "equal", "few", "dead", "nan", "inf", "masked")),
     *(
         row("few", k=2),

@@ -26,6 +26,7 @@ from dsl_backend.sampling.cute.smem import SharedStorage
 NO_ID = -1
 # Index in SharedStorage.sResult of the sum below which the likelier tokens have to stay.
 LIMIT = 1
+PROB_UNIT = 2.0**-constants.PROB_BITS
 
 
 class Sums(NamedTuple):
@@ -200,6 +201,10 @@ class FullRowSampler:
             if draws == 0 and cute.arch.thread_idx()[0] == 0:
                 # In shared memory: held in registers over the passes, others spilled.
                 smem.sResult[LIMIT] = fixed_point.top_p_limit(top_p_of(row), sums.total)
+                if cutlass.const_expr(self.reader.exp_sums):
+                    if by_block and row.args.temperature[row.index] == 1.0:
+                        # The first pass has not summed exponentials: other CTAs' are 0, and so are they here.
+                        smem.sExpSums[0] = cutlass.Float32(sums.total) * cutlass.Float32(PROB_UNIT)
             if draws > 0:
                 accepted = sums.total < cutlass.Uint64(smem.sResult[LIMIT])
             if not accepted:

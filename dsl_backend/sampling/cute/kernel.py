@@ -119,7 +119,9 @@ class Sample:
         top_k, min_prob = top_k_of(args, index), fixed_point.min_p_threshold(args.min_p[index])
         # By a vote, so that it is not computed anew for every block.
         by_block = cutlass.Boolean(cute.arch.vote_any_sync(is_random and top_k == vocab and min_prob == 0))
-        thread_max, exp_sum = self.reader.read(storage, logits, scale, by_block)
+        # At temperature 1 the sums of blocks are those of exponentials too (`FullRowSampler.sample`).
+        has_exp_sums = cutlass.Boolean(cute.arch.vote_any_sync(not by_block or temperature != 1.0))
+        thread_max, exp_sum = self.reader.read(storage, logits, scale, by_block, has_exp_sums)
         thread_max = fixed_point.canonical(thread_max)
         self.row_max.share_group_max(storage, thread_max)
         row_max, lowest_group_max = self.row_max.reduce(storage)

@@ -124,8 +124,11 @@ class RowReader:
     # --- the first pass ---
 
     @cute.jit
-    def read(self, smem: SharedStorage, logits: Logits, scale, has_masses):
+    def read(self, smem: SharedStorage, logits: Logits, scale, has_masses, has_exp_sums):
         """Write the maximum of each block of the CTA, and where masses are asked for its sum of them.
+
+        Args:
+            has_masses, has_exp_sums: the same in all threads.
 
         Returns:
             The maximum of this thread's logits, and the sum of their exponentials below it (`exp_sums`). NaN is
@@ -146,9 +149,11 @@ class RowReader:
                 lane_max = cute.arch.fmax(lane_max, rX[i])
             if self.blocks_ahead and index + self.warps < blocks:
                 self.load_block(logits, self.block(logits.vocab, index + self.warps), rNext)
-            exp_sum = self.rescaled(exp_sum, thread_max, lane_max)
+            if cutlass.const_expr(self.exp_sums):
+                if has_exp_sums:
+                    exp_sum = self.rescaled(exp_sum, thread_max, lane_max)
+                    exp_sum = exp_sum + self.exponentials(rX, cute.arch.fmax(thread_max, lane_max))
             thread_max = cute.arch.fmax(thread_max, lane_max)
-            exp_sum = exp_sum + self.exponentials(rX, thread_max)
             reference = fixed_point.finite(warp_max(lane_max))
             mass_sum = cutlass.Uint64(0)
             if has_masses:
