@@ -24,11 +24,11 @@ BY_DSL: dict[str, Any] = {"additional_config": {"dsl": {"rope": "dsl"}}}
 SERVES = re.compile(
     r"dsl serves (\d+) (?:norms, )?rotary embeddings and cache writes(?: of MLA)?, (.*?) heads of .*? on "
 )
-# Model -> what the log says of its layers.
+# Model -> what the log says of its layers. On a GPU without torch.compile, vLLM keeps DeepSeek's table in float32.
 SERVED = {
     "llama": "neox's style, bfloat16 table, on",
     "qwen3_moe": "table, normalised by bfloat16 weights, on",
-    "deepseek_v2": "gptj's style, bfloat16 table, 512 normalised by bfloat16 weights, on",
+    "deepseek_v2": r"gptj's style, (bfloat16|float32) table, 512 normalised by bfloat16 weights, on",
 }
 # Run -> its model, where that is not its name.
 OTHERS = {"compiled": "llama", "chunked": "llama", "compiled MLA": "deepseek_v2"}
@@ -79,7 +79,7 @@ def test_matches(outcomes: Outcomes, name: str) -> None:
 def test_log_says_what_is_served(outcomes: Outcomes, name: str) -> None:
     log = outcomes[name].log
     assert [count for count, _ in SERVES.findall(log)] == ["3"], log[-4000:]
-    assert SERVED[OTHERS.get(name, name)] in log
+    assert re.search(SERVED[OTHERS.get(name, name)], log), log[-4000:]
     assert not re.search(r"vLLM serves \d+ (norms, )?rotary", log)
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves fp8 checkpoints with dsl's linear layers: errors are at most twice those of vLLM's own.
+"""Serves fp8 checkpoints with dsl's linear layers and routed experts: errors are at most twice those of vLLM's own.
 
 Errors are measured from a float32 run of the dequantised weights. vLLM 0.32.0 loads 128x128 blocks on a CPU only with
-AMX; there its class says that it can, dsl's kernels replace it, and the error is compared with that of channels.
+AMX; there its class says that it can, dsl's kernels replace it, and the error is compared with that of channels. Routed
+experts in 8 bits are served on a GPU only.
 """
 
 import json
@@ -26,6 +27,8 @@ from integration.quantization import BLOCKS, CHANNELS
 pytestmark = pytest.mark.e2e
 
 SERVED = re.compile(r"dsl serves (\d+) fp8 linear layers \((\w+)\), (\w+)")
+EXPERTS = re.compile(r"dsl serves (\d+) layers of routed experts, (.*?), on ")
+MOE = ("experts of channels", "experts of blocks")
 
 
 def loads_blocks() -> None:
@@ -61,9 +64,16 @@ def quantize(folder: Path, kind: ScaledFormat, config: dict[str, Any]) -> tuple[
     return made[0], made[1]
 
 
+def without_routers(config: dict[str, Any]) -> dict[str, Any]:
+    """The same quantization of a model of 3 layers whose routers stay in 16 bits."""
+    routers = [f"model.layers.{layer}.mlp.gate" for layer in range(3)]
+    listed = "ignore" if "ignore" in config else "modules_to_not_convert"
+    return config | {listed: [*config.get(listed, []), *routers]}
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """By name, of the small Llama."""
+    """By name, of the small Llama; on a GPU of a small Qwen3-MoE too."""
     folder = write(MODELS["llama"], tmp_path_factory.mktemp("fp8") / "llama")
     backend, dtype = device().dense_truth
     jobs: dict[str, Job] = {}
@@ -79,14 +89,23 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
         add(name, stored, engine=ours, patches=patches)
         if not patches:
             add(f"{name}, theirs", stored)
+    if device().cuda:
+        folder = write(MODELS["qwen3_moe"], tmp_path_factory.mktemp("fp8") / "moe")
+        for name, kind, config in zip(MOE, (ROW_SCALED, BLOCK_SCALED), (CHANNELS, BLOCKS), strict=True):
+            stored, wide = quantize(folder, kind, without_routers(config))
+            add(f"{name}, exact", wide, backend, dtype)
+            add(name, stored, engine={"additional_config": {"dsl": {"scaled_linears": "dsl", "experts": "dsl"}}})
+            add(f"{name}, theirs", stored)
     # A separate cache, so that nothing compiled before is loaded.
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
     add("channels, compiled", Path(jobs["channels"].model), engine=ours | {"enforce_eager": False}, environment=cache)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled"])
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", *MOE])
 def test_errors_are_at_most_twice_vllms(outcomes: dict[str, Outcome], name: str) -> None:
+    if name not in outcomes:
+        pytest.skip("routed experts in 8 bits need a GPU")
     scheme = name.split(",", maxsplit=1)[0]
     exact = outcomes[f"{scheme}, exact"].answers
     theirs = outcomes.get(f"{scheme}, theirs")
@@ -109,3 +128,12 @@ def test_the_log_says_who_serves(outcomes: dict[str, Outcome], name: str) -> Non
 
 def test_by_default_they_are_vllms(outcomes: dict[str, Outcome]) -> None:
     assert "additional_config['dsl']['scaled_linears'] is vllm" in outcomes["channels, theirs"].log
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_the_log_says_who_serves_experts(outcomes: dict[str, Outcome], name: str) -> None:
+    if name not in outcomes:
+        pytest.skip("routed experts in 8 bits need a GPU")
+    assert outcomes[name].given is not None, outcomes[name].log[-3000:]
+    assert [count for count, _ in EXPERTS.findall(outcomes[name].log)] == ["3"], outcomes[name].log[-3000:]
+    assert not EXPERTS.search(outcomes[f"{name}, theirs"].log)

@@ -34,7 +34,7 @@ SUFFIX, LOCK_SUFFIX, SCRATCH_PREFIX = ".o", ".lock", ".writing-"
 NAME = re.compile(r"[0-9a-f]{32}")
 MAGIC = b"DSLKERN1"
 TAIL = struct.Struct("<Q8s")
-# The lock of the one process that compiles ahead of use (`precompile.Ahead`).
+# How the lock of the one process that compiles a model's kernels ahead of use begins (`precompile.claim_of`).
 AHEAD = "ahead"
 # A compilation takes seconds: a lock that is held for this long belongs to one that hangs.
 LOCK_TIMEOUT_S = 600.0

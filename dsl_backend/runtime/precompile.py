@@ -6,6 +6,7 @@ specs to processes that see no GPU, and these write the compiled kernels to the 
 them; `Ahead` compiles in the background, for example while weights load.
 """
 
+import hashlib
 import pickle
 import selectors
 import threading
@@ -189,6 +190,11 @@ def absent(todo: Iterable[PrecompileSpec], disk: DiskCache) -> list[PrecompileSp
     return found
 
 
+def claim_of(todo: Iterable[PrecompileSpec]) -> str:
+    """The name of the lock of the one process that compiles these specs ahead of their use."""
+    return f"{cache.AHEAD}-{hashlib.sha256('; '.join(sorted(map(str, todo))).encode()).hexdigest()[:16]}"
+
+
 class Ahead:
     """Compiles specs in other processes while this one continues; kernels that are on disk are only looked up.
 
@@ -198,14 +204,15 @@ class Ahead:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._seen: set[str] = set()
+        self._claim = ""
         self._waiting: deque[PrecompileSpec] = deque()
         self._thread: threading.Thread | None = None
 
     def add(self, todo: Iterable[PrecompileSpec], spare: int = 1, beside: str = "in the background") -> int:
         """Begin to compile what is not on disk; returns the number of these specs.
 
-        Nothing is begun if compiled kernels cannot be kept, or if another process already compiles ahead for this
-        cache: its kernels are mostly the same.
+        Nothing is begun if compiled kernels cannot be kept, or if another process compiles ahead that began with the
+        same specs: it serves the same model, and its other kernels are mostly the same too.
 
         Args:
             spare: cores to leave to this process, and to others like it.
@@ -213,6 +220,7 @@ class Ahead:
         """
         new = [spec for spec in todo if str(spec) not in self._seen]
         self._seen |= {str(spec) for spec in new}
+        self._claim = self._claim or claim_of(new)
         if not new or toolkit.missing() or not toolkit.keeps_files():
             return 0
         disk = cache.usable()
@@ -240,7 +248,7 @@ class Ahead:
 
     def _work(self, disk: DiskCache, spare: int, beside: str) -> None:
         try:
-            with disk.claim(cache.AHEAD) as ours:
+            with disk.claim(self._claim) as ours:
                 while ours and self._left():
                     self._compile(spare, beside)
         except Exception as error:  # this process then compiles what it needs at its first launch

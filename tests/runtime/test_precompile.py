@@ -304,12 +304,23 @@ class TestAhead:
     def test_another_process_compiles_ahead(
         self, ahead: precompile.Ahead, caplog: pytest.LogCaptureFixture, folder: Path
     ) -> None:
-        """Another rank, or another engine of this node."""
-        with cache.open_cache().claim(cache.AHEAD) as ours:
+        """Another rank, or another engine of this node with the same model."""
+        with cache.open_cache().claim(precompile.claim_of([spec(threads=64), spec()])) as ours:
+            assert ours
+            ahead.add([spec(), spec(threads=64)])
+            ahead.wait()
+            ahead.add([spec(threads=96)])
+            ahead.wait()
+        assert not caplog.records
+
+    @pytest.mark.usefixtures("unedited")
+    def test_another_process_compiles_other_kernels_ahead(self, ahead: precompile.Ahead, folder: Path) -> None:
+        """An engine with another model, which starts at the same time."""
+        with cache.open_cache().claim(precompile.claim_of([spec(threads=64)])) as ours:
             assert ours
             ahead.add([spec()])
             ahead.wait()
-        assert not caplog.records
+        assert len(list(folder.glob("*.o"))) == 1
 
     @pytest.mark.usefixtures("none")
     @pytest.mark.parametrize("why", ["off", "emulated", "not private", "not writable", "edited"])
