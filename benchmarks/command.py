@@ -5,6 +5,7 @@ import importlib.util
 import math
 import pathlib
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -260,7 +261,8 @@ def measure_all(
     until = None if options.limit_seconds is None else time.monotonic() + options.limit_seconds
     gathered = begin(selections, device, options, lines)
     if options.held_out:
-        compile_all(selections, options, console, COMPILE_SHARE)
+        limit = math.inf if options.limit_seconds is None else COMPILE_SHARE * options.limit_seconds
+        compile_all(selections, options, console, limit)
     failed = measure_selections(selections, device, options, lines, gathered, console, until)
     show_results(lines.entries, selections, options, console)
     return 1 if failed else 0
@@ -287,11 +289,13 @@ def measure_selections(
     gathered: Mapping[str, Any],
     console: Console,
     until: float | None,
+    seconds: Mapping[str, float] = types.MappingProxyType({}),
 ) -> bool:
     """Measures all selections in turn; returns whether this package failed in some row, or the run ended early.
 
     Args:
         until: the `time.monotonic()` after which no further row is started.
+        seconds: operator -> its own time limit, instead of a share of what is left until then.
     """
     settings = runner.Settings(
         seconds=options.seconds, prepare_seconds=options.prepare_seconds, flush=options.flush, seed=options.seed
@@ -299,7 +303,9 @@ def measure_selections(
     failed = False
     for index, selection in enumerate(selections):
         progress = progress_of(selection, gathered, console)
-        rows, ended = measure(selection, device, settings, lines, progress, share_of(selections[index:], until))
+        own = seconds.get(selection.operator.name)
+        end = share_of(selections[index:], until) if own is None else earlier(time.monotonic() + own, until)
+        rows, ended = measure(selection, device, settings, lines, progress, end)
         if options.held_out:
             report.print_problems(console, rows, ended)
         else:
@@ -327,6 +333,10 @@ def show_results(
         write_page(records, options.report_path, console)
 
 
+def earlier(time_s: float, until: float | None) -> float:
+    return time_s if until is None else min(time_s, until)
+
+
 def share_of(selections: Sequence["Selection"], until: float | None) -> float | None:
     """When the first selection must end, so that each one gets a time in proportion to its rows."""
     if until is None:
@@ -335,9 +345,8 @@ def share_of(selections: Sequence["Selection"], until: float | None) -> float | 
     return time.monotonic() + (until - time.monotonic()) * rows[0] / sum(rows)
 
 
-def compile_all(selections: Sequence["Selection"], options: Options, console: Console, share: float) -> None:
-    """Compiles the kernels of all rows and providers in parallel, for at most that share of the time limit."""
-    limit = math.inf if options.limit_seconds is None else share * options.limit_seconds
+def compile_all(selections: Sequence["Selection"], options: Options, console: Console, limit: float) -> None:
+    """Compiles the kernels of all rows and providers in parallel, for at most `limit` seconds."""
     tasks = [
         compile_ahead.Task(selection.operator, case, provider, options.device, options.prepare_seconds)
         for selection in selections

@@ -15,7 +15,7 @@ OURS = "dsl"
 # The kinds of other lines that `dsl-backend verify` writes.
 VERIFIED = {"doctor", "verify", "check", "summary"}
 # The kinds of other lines that `dsl-backend bench dsls` writes.
-COMPARED = {"compile", "code"}
+COMPARED = {"compile", "code", "left"}
 
 
 def is_ours(provider: str) -> bool:

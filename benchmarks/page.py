@@ -152,13 +152,22 @@ def section_part(section: Section, title: str) -> str:
 
 
 def left_out(rows: Sequence[Record], names: Sequence[str]) -> list[str]:
-    """A line for each provider without a column that says why."""
-    reasons: dict[str, dict[str, None]] = {}
+    """A line for each provider that was not run in some row that says why."""
+    reasons: dict[str, dict[str, int]] = {}
     for row in rows:
         for cell in row["cells"]:
-            if cell["provider"] not in names:
-                reasons.setdefault(cell["provider"], {})[cell.get("message") or cell["status"]] = None
-    return [f"{name} was not run: {'; '.join(why)}" for name, why in reasons.items()]
+            if cell["provider"] not in names or cell["status"] == "skipped":
+                found = reasons.setdefault(cell["provider"], {})
+                why = cell.get("message") or cell["status"]
+                found[why] = found.get(why, 0) + 1
+    return [f"{name} was not run{in_rows(found, len(rows))}" for name, found in reasons.items()]
+
+
+def in_rows(reasons: dict[str, int], rows: int) -> str:
+    """The reasons; with the number of rows of each if there are rows without one."""
+    if sum(reasons.values()) == rows:
+        return f": {'; '.join(reasons)}"
+    return f" in {'; '.join(f'{count} of {rows} rows: {why}' for why, count in reasons.items())}"
 
 
 def heading(group: str) -> str:

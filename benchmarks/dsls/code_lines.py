@@ -74,6 +74,11 @@ SOURCES: dict[str, dict[str, Source]] = {
             ("_softmax_single_block_forward_kernel", "_softmax_multi_block_forward_kernel"),
         ),
     },
+    "norm": {
+        "dsl": own("norm/cute/kernel.py"),
+        "Triton": own("norm/triton/kernel.py"),
+        "quack": Source("quack", ("rmsnorm.py",), ("RMSNorm",)),
+    },
     "linear": {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),
         "Triton": own("linear/triton/gemm.py", "gemm/triton/tiles.py"),

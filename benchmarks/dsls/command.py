@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dsl-backend bench dsls [TABLE ...]`: measures the tables within a time limit; writes one page and one JSON file."""
+"""`dsl-backend bench dsls [TABLE[=SECONDS] ...]`: measures tables within time limits; writes a page and a JSON file."""
 
+import math
 import pathlib
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rich.console import Console
 from .. import command, measured, report
 from ..case import SMALLEST
 from ..command import Options, Selection
-from . import NAME, code_lines, compile_times, tables
+from . import NAME, code_lines, compile_times, parts, tables
 from .tables import Choice, Table
 
 # Of the time limit: until when kernels are compiled ahead, and until when rows are measured if compile times follow.
@@ -86,24 +87,58 @@ def measure(
 ) -> int:
     """Measures everything and writes the page; returns the exit status."""
     start, limit = time.monotonic(), options.limit_seconds
+    until = None if limit is None else start + limit
     gathered = command.begin(selections, device, options, lines)
     for record in code_lines.records([one.operator.name for one in selections]):
         lines.write(record)
     failed = False
     if chosen.rows:
-        if device.type == "cuda" and (limit is None or limit >= AHEAD_SECONDS):
-            command.compile_all(selections, options, console, AHEAD_SHARE)
-        share = ROWS_SHARE if chosen.compile else 1.0
-        until = None if limit is None else start + share * limit
-        failed = command.measure_selections(selections, device, options, lines, gathered, console, until)
+        compile_ahead(chosen, selections, device, options, console)
+        share = ROWS_SHARE if chosen.compile and tables.COMPILE not in chosen.seconds else 1.0
+        rows_until = None if limit is None else start + share * limit
+        failed = command.measure_selections(
+            selections, device, options, lines, gathered, console, rows_until, chosen.seconds
+        )
+        for record in left_out(chosen, selections, lines.entries, options):
+            lines.write(record)
     if chosen.compile:
+        own = chosen.seconds.get(tables.COMPILE)
         tasks = [task for one in selections for task in compile_tasks(one, chosen.tables)]
-        for record in compile_times.run(tasks, device.type, None if limit is None else start + limit):
+        end = until if own is None else command.earlier(time.monotonic() + own, until)
+        for record in compile_times.run(tasks, device.type, end):
             lines.write(record)
             report.say(console, compile_line(record))
     known = {one.operator.name: one.operator for one in selections}
     command.show_results(in_order(lines.entries, known), selections, options, console)
     return 1 if failed else 0
+
+
+def compile_ahead(
+    chosen: Choice, selections: Sequence[Selection], device: torch.device, options: Options, console: Console
+) -> None:
+    """Compiles the kernels of all rows in parallel, on a GPU and if there is time for it."""
+    limit, own = options.limit_seconds, chosen.seconds.get(tables.AHEAD)
+    if device.type != "cuda" or own == 0 or (own is None and limit is not None and limit < AHEAD_SECONDS):
+        return
+    seconds = math.inf if limit is None else AHEAD_SHARE * limit
+    command.compile_all(selections, options, console, seconds if own is None else own)
+
+
+def left_out(
+    chosen: Choice, selections: Sequence[Selection], records: Sequence[measured.Record], options: Options
+) -> Iterator[dict[str, Any]]:
+    """A line for each row of the tables that was not measured: of kind `parts.LEFT`, with a message that says why."""
+    done = {(one["operator"], one["id"]) for one in records if one["kind"] == "row"}
+    for one in selections:
+        name, asked = one.operator.name, {case.id for case in one.cases}
+        own = chosen.seconds.get(name)
+        limits = [f"{name}={own:g}"] if own is not None else []
+        limits += [f"--limit-seconds {options.limit_seconds:g}"] if options.limit_seconds is not None else []
+        late = f"no time was left ({', '.join(limits)})" if limits else "the run ended early"
+        for case in one.known:
+            if (name, case.id) not in done:
+                why = late if case.id in asked else f"--rows {options.rows} leaves it out"
+                yield {"kind": parts.LEFT, "operator": name, "id": case.id, "message": why}
 
 
 def in_order(records: Sequence[measured.Record], known: Mapping[str, Any]) -> list[measured.Record]:
@@ -131,4 +166,5 @@ def compile_line(record: dict[str, Any]) -> str:
     name = f"compile {record['operator']} {record['id']}: {record['provider']}"
     if record["status"] != "ok":
         return f"{name} {record['status']}: {record['message']}"
-    return f"{name} cold {record['cold_s']:.2f} s, warm {record['warm_s']:.2f} s"
+    warm = record["message"] if record["warm_s"] is None else f"warm {record['warm_s']:.2f} s"
+    return f"{name} cold {record['cold_s']:.2f} s, {warm}"

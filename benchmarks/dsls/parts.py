@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a page that are not rows: compile times and lines of code."""
+"""The parts of a page that are not rows: compile times, lines of code, and what was not measured."""
 
 from collections.abc import Callable, Iterator, Sequence
 
 from .. import document
 from ..document import text
-from ..measured import Record
-from . import code_lines, compile_times
+from ..measured import COMPARED, Record
+from . import code_lines, compile_times, tables
+
+# The kind of a line about a row that was not measured.
+LEFT = "left"
+# So many ids are listed of the rows that were left out for one reason.
+LISTED = 4
 
 COMPILED = (
     "Seconds from the request until the kernel's first result, imports of the DSL included: with empty caches, and in "
     "a new process with the caches that the first one left."
 )
+LEAVES = "Rows and tables of the comparison without a figure on this page, and why."
+NOT_ASKED = "no run of this page asked for it"
 WRITTEN = "Without blank lines, comments and docstrings; what kernels share and the host's code are not counted."
 
 
@@ -21,7 +28,46 @@ def of(records: Sequence[Record]) -> list[str]:
         part(records, code_lines.KIND, "Lines of code", WRITTEN, ["lines", "files"], lines_cells),
         part(records, compile_times.KIND, "Compile times", COMPILED, ["cold, s", "warm, s"], seconds_cells),
     )
-    return [one for one in made if one]
+    return [one for one in (*made, not_measured(records)) if one]
+
+
+def not_measured(records: Sequence[Record]) -> str:
+    """A table of what the comparison lacks, for each device; empty if nothing lacks or this is no comparison."""
+    devices: dict[str, list[Record]] = {}
+    for record in records:
+        if record["kind"] == "environment":
+            mine = devices.setdefault(record["device"], [])
+        else:
+            mine.append(record)
+    lines = []
+    for device, mine in devices.items():
+        if any(record["kind"] in COMPARED for record in mine):
+            lines += list(gaps(device, mine))
+    if not lines:
+        return ""
+    return "<h2>Not measured</h2>" + document.table(LEAVES, ["device", "table"], ["rows", "why"], lines)
+
+
+def gaps(device: str, records: Sequence[Record]) -> Iterator[str]:
+    """The lines of `not_measured` for one device."""
+    done = {(one["operator"], one["id"]) for one in records if one["kind"] == "row"}
+    reasons: dict[tuple[str, str], dict[str, None]] = {}
+    for one in records:
+        if one["kind"] == LEFT and (one["operator"], one["id"]) not in done:
+            reasons.setdefault((one["operator"], one["message"]), {})[one["id"]] = None
+    found = [(name, listed(list(ids)), why) for (name, why), ids in reasons.items()]
+    there = {name for name, _ in done} | {name for name, _ in reasons}
+    found += [(table.operator, "all", NOT_ASKED) for table in tables.TABLES if table.operator not in there]
+    if not any(one["kind"] == compile_times.KIND for one in records):
+        found.append((tables.COMPILE, "all", NOT_ASKED))
+    for index, (name, rows, why) in enumerate(found):
+        cells = f"<td>{text(rows)}</td><td>{text(why)}</td></tr>"
+        yield document.labelled(device, name, index == 0) + cells
+
+
+def listed(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - LISTED} more" if len(ids) > LISTED else ""
+    return f"{len(ids)}: {', '.join(ids[:LISTED])}{more}"
 
 
 def part(
@@ -56,4 +102,5 @@ def lines_cells(record: Record) -> list[str]:
 
 
 def seconds_cells(record: Record) -> list[str]:
-    return [f"{record['cold_s']:.2f}", f"{record['warm_s']:.2f}"]
+    warm = record["message"] if record["warm_s"] is None else f"{record['warm_s']:.2f}"
+    return [f"{record['cold_s']:.2f}", warm]

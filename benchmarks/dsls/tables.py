@@ -2,8 +2,8 @@
 """Which rows and columns of which operators the comparison has."""
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..case import Case
@@ -44,6 +44,13 @@ TABLES = (
         shows="28 shapes",
     ),
     Table(
+        operator="norm",
+        groups=("grid",),
+        peers=("torch.compile", "Triton", "quack", "vLLM"),
+        compiled="grid-4096x8192",
+        shows="RMSNorm, 28 shapes",
+    ),
+    Table(
         operator="linear",
         groups=("plain", "swiglu"),
         peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack"),
@@ -60,8 +67,9 @@ TABLES = (
 )
 
 
-# Not a table of rows: the compile times of the chosen tables' kernels, or of all tables'.
+# Not tables of rows: the compile times of the chosen tables' kernels, or of all tables'; and compiling before rows.
 COMPILE = "compile"
+AHEAD = "ahead"
 
 
 @dataclass(frozen=True)
@@ -72,25 +80,48 @@ class Choice:
         tables: whose kernels are compared.
         rows: whether their rows are measured.
         compile: whether their kernels' compile times are.
+        seconds: operator, `COMPILE` or `AHEAD` -> its own time limit.
     """
 
     tables: tuple[Table, ...]
     rows: bool
     compile: bool
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def chosen(names: Sequence[str]) -> Choice:
-    """What names ask for: operators of tables, and `compile`. Without names, everything.
+    """What names ask for: operators of tables and `COMPILE`, each NAME or NAME=SECONDS. Without names, everything.
+
+    `AHEAD` chooses nothing: AHEAD=SECONDS limits what is compiled before rows are measured.
 
     Raises:
-        ValueError: there is no such table.
+        ValueError: there is no such table, or its time limit is no number of seconds.
     """
     known = [table.operator for table in TABLES]
-    if unknown := [name for name in names if name not in (*known, COMPILE)]:
-        raise ValueError(f"no table {', '.join(unknown)} of DSLs: choose from {', '.join([*known, COMPILE])}")
-    asked = [name for name in names if name != COMPILE]
+    parts = dict(one.partition("=")[::2] for one in names)
+    if unknown := [name for name in parts if name not in (*known, COMPILE, AHEAD)]:
+        raise ValueError(f"no table {', '.join(unknown)} of DSLs: choose from {', '.join([*known, COMPILE, AHEAD])}")
+    limits = {one.partition("=")[0]: seconds_of(one) for one in names if "=" in one or one == AHEAD}
+    parts.pop(AHEAD, None)
+    asked = [name for name in parts if name != COMPILE]
     tables = tuple(table for table in TABLES if not asked or table.operator in asked)
-    return Choice(tables, rows=bool(asked) or not names, compile=COMPILE in names or not names)
+    return Choice(tables, rows=bool(asked) or not parts, compile=COMPILE in parts or not parts, seconds=limits)
+
+
+def seconds_of(part: str) -> float:
+    """The time limit of NAME=SECONDS.
+
+    Raises:
+        ValueError: SECONDS is no number of at least 0.
+    """
+    name, _, text = part.partition("=")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise ValueError(f"{part}: a time limit is {name}=SECONDS with a number of at least 0")
+    return value
 
 
 def spread(cases: Sequence[Case[Any]]) -> list[Case[Any]]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks import measured, page
-from benchmarks.dsls import NAME, code_lines, compile_child, compile_times, tables
+from benchmarks.dsls import NAME, code_lines, compile_child, compile_times, parts, tables
 from benchmarks.dsls import command as compare
 from benchmarks.launch import providers as launch
 from dsl_backend.runtime.target import triton_interpreted
@@ -96,7 +96,10 @@ def test_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (("launches",), {}, "no table launches of DSLs: choose from launch, softmax, linear, prefill, compile"),
+        (("launches",), {}, "choose from launch, softmax, norm, linear, prefill, compile, ahead"),
+        (("softmax=soon",), {}, "softmax=soon: a time limit is softmax=SECONDS with a number of at least 0"),
+        (("compile=-1",), {}, "compile=-1: a time limit"),
+        (("ahead", "launch"), {}, "ahead: a time limit is ahead=SECONDS"),
         ((), {"held_out": True}, "has its own rows and columns"),
         ((), {"kernels": "cute"}, "has its own rows and columns"),
         ((), {"rows": "nothing"}, "no row of dsls matches 'nothing'"),
@@ -122,6 +125,64 @@ def test_rows_and_compile_times_are_chosen_apart(tmp_path: Path, monkeypatch: py
         found[names[0]] = {(one["kind"], one["operator"]) for one in records if one["kind"] in ("row", "compile")}
         assert ("<h2>Compile times</h2>" in path.read_text()) == ("compile" in names)
     assert found == {"compile": {("compile", table.operator) for table in tables.TABLES}, "launch": {("row", "launch")}}
+
+
+def test_parts_have_time_limits_of_their_own() -> None:
+    found = tables.chosen(["ahead=20", "norm", "softmax=7.5", "compile=0"])
+    assert [table.operator for table in found.tables] == ["softmax", "norm"]
+    assert found.seconds == {"ahead": 20, "softmax": 7.5, "compile": 0}
+    assert (found.rows, found.compile) == (True, True)
+    assert tables.chosen(["ahead=5"]) == tables.Choice(tables.TABLES, rows=True, compile=True, seconds={"ahead": 5})
+
+
+def test_a_part_without_time_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    """Softmax has no time at all, RMSNorm all it needs; a later run of softmax fills the page."""
+    first, second, path = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "page.html"
+    chosen = {"rows": "3x40", "peers": "none"}
+    assert run("softmax=0", "norm", "compile=0", json_path=first, report_path=path, **chosen)[0] == 0
+    records = [json.loads(line) for line in first.read_text().splitlines()]
+    rows = {(one["operator"], one["id"]) for one in records if one["kind"] == "row"}
+    assert rows == {("norm", "tiny-3x40")}
+    left = {(one["operator"], one["id"]): one["message"] for one in records if one["kind"] == parts.LEFT}
+    other = "--rows 3x40 leaves it out"
+    assert left == {
+        ("softmax", "tiny-3x40"): "no time was left (softmax=0)",
+        ("softmax", "tiny-2x4099"): other,
+        ("norm", "tiny-2x4099"): other,
+    }
+    assert {one["message"] for one in records if one["kind"] == "compile"} == {"no time was left"}
+    body = path.read_text()
+    assert "<h2>Not measured</h2>" in body
+    assert "no time was left (softmax=0)" in body
+    assert body.count(parts.NOT_ASKED) == len({"launch", "linear", "prefill"})
+    assert run("softmax", json_path=second, **chosen)[0] == 0
+    assert run(report_path=path, sources=(first, second))[0] == 0
+    merged = path.read_text()
+    assert "no time was left (softmax=0)" not in merged
+    assert merged.count(other) == 2
+
+
+def test_what_a_page_lacks_is_listed_for_each_device() -> None:
+    case = {"kind": "row", "operator": "norm", "id": "grid-512x4096"}
+    ids = [f"grid-{rows}x4096" for rows in (512, 1024, 2048, 4096, 8192, 16384)]
+    left = [{"kind": parts.LEFT, "operator": "norm", "id": one, "message": "no time"} for one in ids]
+    other = {"kind": "environment", "device": "other"}
+    body = parts.not_measured([{"kind": "environment", "device": "first"}, case, *left, other, case])
+    cells = re.findall(r"<td[^>]*>([^<]*)", body)
+    assert "5: grid-1024x4096, grid-2048x4096, grid-4096x4096, grid-8192x4096 and 1 more" in cells
+    assert cells.count("no time") == 1
+    # Rows without anything of a comparison are a page of another benchmark.
+    assert "other" not in body
+    assert parts.not_measured([other, case]) == ""
+
+
+def test_a_first_run_is_kept_without_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([{"seconds": 2.0}, {"status": "stopped", "message": "it was not ready in time"}])
+    monkeypatch.setattr(compile_times, "asked", lambda *arguments: next(answers))
+    found = compiled()
+    assert (found["status"], found["cold_s"], found["warm_s"]) == ("ok", 2.0, None)
+    assert parts.seconds_cells(found) == ["2.00", "warm: it was not ready in time"]
+    assert compare.compile_line(found).endswith("cold 2.00 s, warm: it was not ready in time")
 
 
 def test_a_list() -> None:
@@ -277,15 +338,15 @@ def test_the_file_is_read_with_other_runs(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(one) + "\n" for one in records()))
     environments, sections = measured.gather(measured.read(path))
     assert len(environments) == 1
-    assert {one.operator for one in sections} == {"softmax", "linear", "prefill"}
+    assert {one.operator for one in sections} == {"softmax", "norm", "linear", "prefill"}
 
 
 @browser.needs_chromium
 def test_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     page.write(records(), path)
-    # softmax: four widths; linear: plain products and layers; prefill: one.
-    shown = browser.require_shown(path, tmp_path / "page.png", 4 + 2 + 1)
+    # softmax and RMSNorm: four widths each; linear: plain products and layers; prefill: one.
+    shown = browser.require_shown(path, tmp_path / "page.png", 4 + 4 + 2 + 1)
     assert "Compile times" in shown.body
 
 
