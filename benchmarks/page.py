@@ -46,7 +46,7 @@ def render(records: Sequence[Record]) -> str:
     parts = [f"<h1>{text(title)}</h1>", *map(facts_line, header(environments)), document.notes(complaints(records))]
     titles = [section.name if len(devices) > 1 else section.operator for section in sections]
     parts.append(summary(sections, titles))
-    parts += [section_part(section, name) for section, name in zip(sections, titles, strict=True)]
+    parts += [section_part(section, name, environments) for section, name in zip(sections, titles, strict=True)]
     parts += [latencies(sections, device) for device in devices]
     parts += comparison
     parts.append(document.words(MEANING))
@@ -137,7 +137,7 @@ def latencies(sections: Sequence[Section], device: str) -> str:
     return f"<h2>Launches on {text(device)}</h2>{picture}{table}"
 
 
-def section_part(section: Section, title: str) -> str:
+def section_part(section: Section, title: str, environments: Sequence[Record]) -> str:
     rows = [row for members in section.groups.values() for row in members]
     if not rows:
         return ""
@@ -147,8 +147,21 @@ def section_part(section: Section, title: str) -> str:
         parts.append(f"<h3>{text(heading(group))}</h3>{facts_line(common(members))}")
         parts.append(pictures(members, names))
     parts.append(rows_table(section, rows, names))
+    parts.append(facts_line(what_ran(section, names, environments)))
     parts += map(facts_line, left_out(rows, names))
     return "".join(parts)
+
+
+def what_ran(section: Section, names: Sequence[str], environments: Sequence[Record]) -> str:
+    """Each column's distribution or file with its version; several where runs had several."""
+    found: dict[str, dict[str, None]] = {name: {} for name in names}
+    for facts in environments:
+        sources = facts.get("providers", {}).get(section.operator, {})
+        if facts["device"] == section.device:
+            for name in names:
+                found[name] |= dict.fromkeys([sources[name]] if name in sources else [])
+    columns = [f"{name}: {' or '.join(one) or 'version unknown'}" for name, one in found.items()]
+    return f"Columns: {'; '.join(columns)}."
 
 
 def left_out(rows: Sequence[Record], names: Sequence[str]) -> list[str]:

@@ -265,3 +265,17 @@ def test_in_a_browser(tmp_path: Path) -> None:
     # three batches, narrow rows; launches.
     shown = browser.require_shown(path, tmp_path / "page.png", 7 + 4 + 9 + 1)
     assert shown.body.count(">ceiling</text>") >= 19
+
+
+def test_the_page_has_each_columns_source_and_version() -> None:
+    """Of the section's device; of all runs that are on the page."""
+    case = benchmarks.operators()["softmax"].cases()[0]
+    row = example_rows.row("softmax", case)
+    names = [cell["provider"] for cell in row["cells"] if "median_us" in cell]
+    ours, peer = names[0], names[1]
+    old = example_rows.environment(providers={"softmax": {ours: "dsl-backend 0.1.0", peer: "peer 1"}})
+    new = example_rows.environment(providers={"softmax": {ours: "dsl-backend 0.1.0", peer: "peer 2"}})
+    other = example_rows.environment(device="another", providers={"softmax": {peer: "peer 3"}})
+    body = page.render([other, old, row, new, row])
+    assert f"Columns: {ours}: dsl-backend 0.1.0; {peer}: peer 1 or peer 2;" in body
+    assert "version unknown" in body
