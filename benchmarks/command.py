@@ -47,7 +47,7 @@ class Options:
         sources: `json_path` files of earlier runs. The page, or the summary of held-out rows, is made from them, and
             nothing is measured.
         rows: a regular expression that selects rows of any group by id; by default the rows of the group `table`.
-        peers: comma-separated names, `all` or `none`; by default the peers that compile nothing of their own.
+        peers: comma-separated names, `all` or `none`; by default those that the provider did not exclude.
         files: Python files with further providers; those of the chosen operators run.
         kernels: comma-separated names of this package's kernels, each a column; by default what dispatch chooses.
         page_size: tokens of a page of the KV cache.

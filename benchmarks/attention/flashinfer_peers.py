@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashInfer's wrappers. At first use they compile kernels with nvcc for minutes, so they run only if named."""
+"""FlashInfer's wrappers. Without its package of compiled kernels, nvcc compiles for minutes at a kernel's first use.
+
+They are columns by default all the same: `--prepare-seconds` bounds the wait, and the caches on disk are kept.
+"""
 
 from typing import Any, Protocol
 
@@ -108,7 +111,6 @@ def paged_prefill(problem: Problem, inputs: Inputs) -> Wrapper:
     name="FLASHINFER",
     objections=flashinfer_objections,
     limits=limits,
-    default=False,
     package="flashinfer-python",
 )
 def paged(problem: Problem, inputs: Inputs) -> Run:
@@ -135,7 +137,7 @@ def xqa_objections(problem: Problem) -> list[str]:
     return reasons
 
 
-@provider("decode", name="XQA", objections=xqa_objections, limits=limits, default=False, package="flashinfer-python")
+@provider("decode", name="XQA", objections=xqa_objections, limits=limits, package="flashinfer-python")
 def xqa(problem: Problem, inputs: Inputs) -> Run:
     """TensorRT-LLM's XQA decode."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
@@ -172,7 +174,6 @@ def latent_objections(problem: Problem) -> list[str]:
     name="FLASHINFER_MLA",
     objections=latent_objections,
     limits=limits,
-    default=False,
     package="flashinfer-python",
 )
 def latent(problem: Problem, inputs: Inputs) -> Run:
@@ -219,7 +220,6 @@ def latent(problem: Problem, inputs: Inputs) -> Run:
     name="FLASHINFER",
     objections=flashinfer_objections,
     limits=limits,
-    default=False,
     package="flashinfer-python",
 )
 def packed(problem: Problem, inputs: Inputs) -> Run:

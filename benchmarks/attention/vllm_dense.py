@@ -185,7 +185,7 @@ for number in (3, 2, 4):
         name=f"FA{number}",
         objections=partial(flash_attention_objections, version=number),
         limits=limits,
-        default=number == 3,
+        default=number != 2,
         package="vllm",
     )(partial(flash_attention, version=number))
 
@@ -221,6 +221,6 @@ for number in (3, 2, 4):
         "mla-prefill",
         name=f"FA{number}",
         objections=partial(flash_attention_objections, version=number),
-        default=number == 3,
+        default=number != 2,
         package="vllm",
     )(partial(flash_prefill, version=number))

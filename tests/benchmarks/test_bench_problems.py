@@ -152,6 +152,17 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
     assert served == ({"TRITON_MLA", "FLASHMLA"} if operator == "mla-decode" else dense)
 
 
+def test_default_peers_of_attention() -> None:
+    found = {
+        name: {one.name for one in benchmarks.operators()[name].providers([])[1:] if one.default}
+        for name in ("decode", "prefill", "mla-decode", "mla-prefill")
+    }
+    assert found["decode"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "XQA"}
+    assert found["prefill"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "cuDNN"}
+    assert found["mla-decode"] == {"TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA"}
+    assert found["mla-prefill"] == {"FA3", "FA4", "FLASHINFER", "cuDNN"}
+
+
 def test_the_page_size_reaches_the_problems() -> None:
     cases = benchmarks.operators(page_size=64)["decode"].cases()
     assert {case.problem.page_size for case in cases} == {64}
