@@ -84,9 +84,7 @@ STEPS = (
     bench("fp8-products", "prefill --rows fp8 --peers e4m3", 30, 100, "attention's products in 8 bits, and in 16"),
     tests("attention-tests", "tests/attention -m gpu -n 4", 60, 240, "attention against the reference"),
     tests("other-tests", "tests --ignore tests/attention -m gpu -n 4", 60, 200, "other families against the reference"),
-    bench(
-        "fp8", f"decode prefill mla-decode --rows fp8|e5m2 --peers {FP8_PEERS}", 40, 150, "fp8 caches beside vLLM's"
-    ),
+    bench("fp8", f"decode prefill mla-decode --rows fp8|e5m2 --peers {FP8_PEERS}", 40, 150, "fp8 caches beside vLLM's"),
     bench(
         "invariant",
         f"decode prefill mla-decode --rows invariant --peers {INVARIANT_PEERS}",
