@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which device the tests run on: a GPU where there is one, or else Triton's interpreter on the CPU."""
 
+import inspect
 import os
+import sys
 
 import pytest
 import torch
+
+from dsl_backend.runtime.source_lines import Inspect
 
 # Triton reads this when a kernel is defined: it must be set before anything imports triton, in xdist's workers too,
 # where this file is imported first as it is here.
@@ -15,6 +19,18 @@ if not torch.cuda.is_available():
     from tests.triton_interpreter import replace_once
 
     replace_once()
+
+
+# CuTe DSL's builder of operations, and the source lines that it has asked for in this process.
+BUILDER = "cutlass._mlir_helpers.op"
+SOURCE_LINES = Inspect()
+
+
+def pytest_runtest_setup() -> None:
+    """Kernels of all tests look a source line up once: many compile the same code with other constants."""
+    builder = sys.modules.get(BUILDER)
+    if getattr(builder, "inspect", None) is inspect:
+        builder.inspect = SOURCE_LINES  # type: ignore[union-attr]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
