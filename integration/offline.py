@@ -198,6 +198,17 @@ def answer(job: Job) -> list[Answer]:
     return answers
 
 
+def fork_workers() -> None:
+    """The workers of an engine with several are forks of its process: vLLM's CPU platform starts new interpreters.
+
+    Those import vLLM again, which takes ten times as long as the engine. Servers (test_parallel.py) start theirs as
+    vLLM does.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def in_fork(stem: Path, job: Job) -> None:
     """The forked process of one job: its output goes to a log, its answers to a file."""
     log = os.open(stem.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -209,6 +220,7 @@ def in_fork(stem: Path, job: Job) -> None:
         # Engines run concurrently.
         os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         torch.set_num_threads(1)
+        fork_workers()
     os.environ |= job.environment
     for patch in job.patches:
         module, _, name = patch.partition(":")
