@@ -352,6 +352,8 @@ class Hooks:
         if (view := getattr(value, VIEW, None)) is not None:
             regions.append(view.region(name))
             return value
+        if isinstance(value, tvm_ffi.Array):
+            return tvm_ffi.convert(self.on_device(tuple(value), name, regions))
         if isinstance(value, (list, tuple)):
             moved = [self.on_device(part, f"{name}[{index}]", regions) for index, part in enumerate(value)]
             return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
