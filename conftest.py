@@ -92,6 +92,10 @@ KEPT: tuple[str, ...] = (
 # A test that matches one of these is marked `full`: each is like others that `make test-rest` runs. (`?` stands for the
 # bracket, which is a pattern's.) They take a sixth of its time.
 FULL: tuple[str, ...] = (
+    "integration/test_refusals.py::test_server_does_not_start?options?",
+    "integration/test_refusals.py::test_server_does_not_start?kernel by name?",
+    "tests/attention/test_extend.py::test_sm90?prompts-mixed?",
+    "tests/emulator/thirdparty/test_thirdparty.py::test_values_and_findings?flash-dense-sm_100a?",
     "integration/test_numerics.py::test_matches?deepseek_v2-chunked-float32?",
     "integration/test_numerics.py::test_matches?deepseek_moe-plain-float32?",
     "integration/test_numerics.py::test_matches?gemma2-plain-float32?",

@@ -110,7 +110,7 @@ RUNS = (
     Run("packed", prompts(*LENGTHS, page=None, window=(33, None), heads=(2, 1)), chunks=((5, 1),), full=True),
     Run("full", prompts(40, 37, heads=(2, 1), causality=Causality.FULL)),
     Run("per-request", prompts(40, 37, heads=(2, 1), causal=(True, False))),
-    Run("mla", mla_prompts(3, (288, 256), 40, 37), chunks=((5, 1),)),
+    Run("mla", mla_prompts(3, (288, 256), 37, 34), chunks=((5, 1),), decoded=1),
     Run("mla-fp8", mla_prompts(2, (288, 256), 37, 34, fp8=True), chunks=((5, 1),), decoded=1, full=True),
     Run("gqa-gpu", prompts(*LONG, heads=(32, 8), dim=128), **ON_GPU),
     Run("window-gpu", prompts(*LONG, heads=(16, 2), dim=128, window=(1023, None), sinks=True), **ON_GPU),

@@ -2,6 +2,7 @@
 """Tile schedulers: each tile once, the longest first; balanced split-KV with its split ranges."""
 
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,6 +16,7 @@ import emulator
 
 pytest.importorskip("cutlass")
 
+from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 from dsl_backend.attention.cute.scheduler import balanced, clc, persistent
@@ -32,6 +34,7 @@ from tests.attention.schedule_kernels import BalancedSchedule, ClcSchedule, Dyna
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30
+SCHEDULERS = ("BalancedSplitKVTileScheduler", "ClcTileScheduler", "DynamicPersistentTileScheduler")
 
 
 def key_of(**facts: object) -> LayerKey:
@@ -53,6 +56,19 @@ def key_of(**facts: object) -> LayerKey:
         "scores": ScoreModKey(softcap=False, alibi=False, sinks=None, signed=False),
     }
     return LayerKey(**(usual | facts))  # type: ignore[arg-type]
+
+
+# By schedule, its options and the schedulers, which a test may replace: tests of many batches run the same code.
+COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def call(schedule: Any, options: tuple[Any, ...], tensors: Sequence[torch.Tensor], numbers: Sequence[int] = ()) -> None:
+    """Run one of schedule_kernels on compact tensors, whose sizes are not compiled in."""
+    arguments = [from_dlpack(one).mark_layout_dynamic(leading_dim=one.dim() - 1) for one in tensors]
+    key = (schedule, options, *(getattr(schedule_kernels, name) for name in SCHEDULERS))
+    if key not in COMPILED:
+        COMPILED[key] = cute.compile(schedule(*options), *arguments, *numbers)
+    COMPILED[key](*arguments, *numbers)
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,10 @@ class Batch:
         starts, lengths = (torch.tensor(one, dtype=torch.int32) for one in (self.starts, [k for _, k in self.pairs]))
         return key, starts, lengths
 
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        return self.left or 0, self.min_seqlen_q, self.max_seqlen_q
+
     def by_dynamic(self, num_ctas: int, order: str) -> list[list[Tile]]:
         """The tiles of each CTA of the dynamic scheduler, in its order; the emulator's schedule is `order`."""
         key, starts, lengths = self.given()
@@ -109,12 +129,7 @@ class Batch:
         for _ in range(2):
             recorded = torch.full((num_ctas, len(self.tiles()) + 1, FIELDS), -7, dtype=torch.int32)
             with emulator.device(arch="sm_90a", sms=num_ctas, schedule=order, strict=True):
-                DynamicSchedule(key, TOKENS, TILE)(
-                    *(from_dlpack(one) for one in (starts, lengths, semaphore, recorded)),
-                    self.left or 0,
-                    self.min_seqlen_q,
-                    self.max_seqlen_q,
-                )
+                call(DynamicSchedule, (key, TOKENS, TILE), (starts, lengths, semaphore, recorded), self.numbers)
             assert semaphore.tolist() == [0, 0]
             found = [self.of(cta) for cta in recorded.tolist()]
         return found
@@ -125,12 +140,7 @@ class Batch:
         count = len(self.tiles())
         recorded = torch.zeros(count + beyond, count + 1, FIELDS, dtype=torch.int32)
         with emulator.device(arch="sm_100a", sms=3, schedule=order, strict=True):
-            ClcSchedule(key, TOKENS, TILE)(
-                *(from_dlpack(one) for one in (starts, lengths, recorded)),
-                self.left or 0,
-                self.min_seqlen_q,
-                self.max_seqlen_q,
-            )
+            call(ClcSchedule, (key, TOKENS, TILE), (starts, lengths, recorded), self.numbers)
         return [self.of(cta) for cta in recorded.tolist()]
 
     def of(self, recorded: list[list[int]]) -> list[Tile]:
@@ -243,6 +253,7 @@ def test_mistakes_in_clc(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.M
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests whose keys do not fit into L2 together are processed one section after another."""
     monkeypatch.setattr(persistent, "L2_SECTION_BYTES", 400 * 2 * 2 * 64)
+    monkeypatch.setattr(sys.modules[__name__], "COMPILED", {})
     (by_dynamic,) = RAGGED.by_dynamic(1, "eager")
     # Keys before a request: 0, 70, 370, 570, 1070.
     sections = [(0, 1, 2), (3,), (5,)]
@@ -298,10 +309,8 @@ def balanced_schedule(
     split_ranges = torch.full((num_ctas, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
     recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
-        schedule = BalancedSchedule(
-            key_of(split=True), tokens, TILE, MIN_SPLIT_TILES, cluster, pair_row_tiles, row_group, row_group_iters
-        )
-        schedule(*(from_dlpack(one) for one in (starts, keys, split_ranges, recorded)))
+        options = (tokens, TILE, MIN_SPLIT_TILES, cluster, pair_row_tiles, row_group, row_group_iters)
+        call(BalancedSchedule, (key_of(split=True), *options), (starts, keys, split_ranges, recorded))
     found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
     found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
     ctas, grouped = max(row_group, 1) * cluster, num_ctas // cluster // max(row_group, 1)

@@ -11,7 +11,7 @@ from judge import Verdict
 from judged import KERNELS
 from suite import judged, some
 
-QUICK = 4  # of each kernel
+QUICK = 2  # of each kernel
 SHARDS = 4
 LIMIT_S = 3600
 
