@@ -229,7 +229,7 @@ def facts_of(plan: AttentionPlan, operands: Operands) -> tuple[Any, ...] | None:
 
 def check_gradients(tensors: Operands) -> None:
     for name, tensor in zip(tensors._fields, tensors, strict=True):
-        if getattr(tensor, "requires_grad", False):
+        if tensor is not None and getattr(tensor, "requires_grad", False):
             checks.no_gradient(name, tensor)
 
 
