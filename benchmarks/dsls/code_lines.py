@@ -78,6 +78,9 @@ SOURCES: dict[str, dict[str, Source]] = {
         "dsl": own("norm/cute/kernel.py"),
         "Triton": own("norm/triton/kernel.py"),
         "quack": Source("quack", ("rmsnorm.py",), ("RMSNorm",)),
+        "Liger": Source(
+            "liger_kernel", ("ops/rms_norm.py",), ("_rms_norm_forward_kernel", "_block_rms_norm_forward_kernel")
+        ),
     },
     "linear": {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers of RMSNorm: this package and its Triton kernel, quack, vLLM, FlashInfer, torch, and torch.compile."""
+"""The providers of RMSNorm: this package and its Triton kernel, quack, Liger, vLLM, FlashInfer and torch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -72,6 +72,32 @@ def quack(problem: Problem, inputs: Inputs) -> Run:
             layer.x, layer.weight, layer.out, residual=layer.residual, residual_out=layer.residual_out, eps=EPS
         )
         return layer.out
+
+    return run
+
+
+# Liger's name for arithmetic in float32 that is rounded once.
+LIGER_CASTING = "gemma"
+
+
+def liger_objections(problem: Problem) -> list[str]:
+    return missing("liger_kernel", "liger-kernel") + of_16_or_32_bits(problem)
+
+
+@provider("norm", name="Liger", objections=liger_objections, package="liger-kernel")
+def liger(problem: Problem, inputs: Inputs) -> Run:
+    """Liger's Triton kernels, without their autograd functions; they allocate the outputs."""
+    from liger_kernel.ops.fused_add_rms_norm import fused_add_rms_norm_forward
+    from liger_kernel.ops.rms_norm import rms_norm_forward
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        if layer.residual is not None:
+            made = fused_add_rms_norm_forward(layer.x, layer.residual, layer.weight, EPS, 0.0, LIGER_CASTING)
+        else:
+            made = rms_norm_forward(layer.x, layer.weight, EPS, 0.0, LIGER_CASTING, None)
+        result: torch.Tensor = made[0]
+        return result
 
     return run
 

@@ -101,9 +101,10 @@ def test_peers_say_why_not() -> None:
     if torch.cuda.is_available():
         pytest.skip("is about a CPU")
     problem = Problem(rows=5, width=64, scaling=Scaling.TOKEN)
-    for name in ("quack", "vLLM", "FlashInfer", "torch.compile"):
+    for name in ("quack", "Liger", "vLLM", "FlashInfer", "torch.compile"):
         assert "needs a CUDA device" in column(name).objections(problem)
-    assert "has no 8-bit output" in column("quack").objections(problem)
+    for name in ("quack", "Liger"):
+        assert "has no 8-bit output" in column(name).objections(problem)
 
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
