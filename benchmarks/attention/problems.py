@@ -66,11 +66,6 @@ class Problem:
         return sum(self.q_lens)
 
     @property
-    def is_decode(self) -> bool:
-        """Whether every request has as few queries as a decode step with speculative tokens."""
-        return max(self.q_lens) <= 16
-
-    @property
     def uniform(self) -> bool:
         """Whether all requests have the same lengths."""
         return len(set(self.q_lens)) == 1 and len(set(self.kv_lens)) == 1

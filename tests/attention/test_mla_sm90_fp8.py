@@ -152,7 +152,6 @@ def test_case(given: Run) -> None:
 
 # Of a row whose keys are split, P is rounded with the row_max of each split: random errors of 2^-4 of single weights.
 SPLIT_ERROR, SPLIT_LSE_ERROR = 0.08, 0.02
-DEEP_V = replace(SMALL, cluster=2, stages=3, dequant_stages=2)
 
 
 @pytest.mark.parametrize(
