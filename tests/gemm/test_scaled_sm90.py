@@ -8,7 +8,7 @@ pytest.importorskip("cutlass")
 from scaled_cases import CASES, ScaledEmulated, emulate, random_scaled
 
 SCHEDULES = ("eager", "lazy", "random")
-FUZZED, FUZZED_IN_REST, FUZZED_IN_FULL = 1, 30, 120
+FUZZED, FUZZED_IN_REST, FUZZED_IN_FULL = 1, 10, 140
 QUICK = ("rows-gated", "blocks-across", "to-groups-of-two", "few-blocks-gated", "to-rows", "to-groups-blocks-few")
 
 

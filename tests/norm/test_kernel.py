@@ -7,7 +7,7 @@ from norm_cases import emulate
 from dsl_backend.testing.norm import CASES, NormCase, random_case
 
 SCHEDULES = ("eager", "lazy", "random")
-FUZZED, FUZZED_IN_FULL = 30, 200
+FUZZED, FUZZED_IN_FULL = 10, 220
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])

@@ -34,6 +34,7 @@ from dsl_backend.runtime.workspace import Workspace
 # layers and batches have the same, so that it never grows. If a batch may leave more partial results, no key range is
 # split: with 16 heads of MLA, from 60 requests of 64k keys on.
 FIXED_SPLIT_SCRATCH_BYTES = 192 << 20
+MOST_LAYOUTS = 256  # that a kernel remembers as aligned
 
 
 def window(width: int | None) -> int:
@@ -81,18 +82,41 @@ def function_of(build: Build, key: LayerKey, target: Target, libraries: str) -> 
     return build(key, target)
 
 
-def check_alignment(**tensors: torch.Tensor) -> None:
-    """Raises Misaligned if TMA cannot take a tensor."""
-    for name, tensor in tensors.items():
-        elements = 0
-        for stride in tensor.stride()[:-1]:
-            elements |= stride
-        if (tensor.data_ptr() | elements * tensor.itemsize) % ALIGNMENT:
-            strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
-            raise Misaligned(
-                f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
-                f"are needed"
-            )
+class Alignment:
+    """Checks that TMA can take the tensors of a kernel, whose dtypes do not change.
+
+    Addresses are looked at in every launch, strides once for each layout: 1 us less of a launch's 20.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: set[tuple[tuple[int, ...], ...]] = set()
+
+    def check(self, names: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> None:
+        """Raises Misaligned if TMA cannot take a tensor."""
+        addresses, strides = 0, []
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+            strides.append(tensor.stride())
+        layout = tuple(strides)
+        if addresses % ALIGNMENT == 0 and layout in self.layouts:
+            return
+        for name, tensor in zip(names, tensors, strict=True):
+            check_alignment(name, tensor)
+        if len(self.layouts) >= MOST_LAYOUTS:
+            self.layouts.clear()
+        self.layouts.add(layout)
+
+
+def check_alignment(name: str, tensor: torch.Tensor) -> None:
+    elements = 0
+    for stride in tensor.stride()[:-1]:
+        elements |= stride
+    if (tensor.data_ptr() | elements * tensor.itemsize) % ALIGNMENT:
+        strides = [stride * tensor.itemsize for stride in tensor.stride()[:-1]]
+        raise Misaligned(
+            f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
+            f"are needed"
+        )
 
 
 def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
@@ -151,6 +175,7 @@ class LayerKernel(Kernel):
         if self.dynamic_scheduler:
             # Now, and not while a graph is captured.
             workspace.flags(COUNTERS)
+        self.alignment = Alignment()
         self._functions: dict[tuple[bool, torch.dtype | None, str], Function] = {}
 
     def sizes(self) -> tuple[int, int, int]:
@@ -351,7 +376,8 @@ class DenseKernel(LayerKernel):
         return min(16, self.tile_m // self.pack_gqa) if self.split else None
 
     def tensors(self, operands: Operands) -> DenseTensors:
-        check_alignment(q=operands.q, keys=operands.keys, values=operands.values, out=operands.out)
+        given = operands.q, operands.keys, operands.values, operands.out
+        self.alignment.check(("q", "keys", "values", "out"), given)
         keys, values = stored(self.spec, operands.keys), stored(self.spec, operands.values)
         return DenseTensors(operands.q, keys, values)
 
@@ -383,5 +409,5 @@ class MlaKernel(LayerKernel):
         if q_rope is None:
             # Half the time of two slices on the host.
             q, q_rope = torch.split_with_sizes(q, (latent, q.shape[-1] - latent), -1)
-        check_alignment(q=q, q_rope=q_rope, keys=operands.keys)
+        self.alignment.check(("q", "q_rope", "keys"), (q, q_rope, operands.keys))
         return MlaTensors(q, q_rope, stored(self.spec, operands.keys))
