@@ -10,9 +10,23 @@ SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_FULL = 10, 220
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in CASES])
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_case(case: NormCase, arch: str) -> None:
+# Cases of `make test`; the code of both SMs is the same but for its target, so of the others each runs on one of them.
+QUICK = {("sm_90a", "head"), ("sm_90a", "cluster-4"), ("sm_100a", "special-cluster")}
+
+
+def marks(turn: int, arch: str, case: NormCase) -> tuple[pytest.MarkDecorator, ...]:
+    return () if turn % 2 == 0 or (arch, case.id) in QUICK else (pytest.mark.full,)
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        pytest.param(arch, case, id=f"{arch}-{case.id}", marks=marks(i + j, arch, case))
+        for i, arch in enumerate(("sm_90a", "sm_100a"))
+        for j, case in enumerate(CASES)
+    ],
+)
+def test_case(arch: str, case: NormCase) -> None:
     for schedule in SCHEDULES:
         emulate(case, arch, schedule, seed=1)
 
