@@ -71,6 +71,18 @@ def side_by_side(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((rows, width), (tensor.stride(0) if rows > 1 else width, 1))
 
 
+def arranged(operands: GemmOperands) -> GemmOperands:
+    """The tensors with the strides that kernels expect; those that have them are the same objects."""
+    x, weight, bias, residual, out, _ = operands
+    return GemmOperands(
+        side_by_side(x),
+        side_by_side(weight),
+        bias if bias is None or bias.stride(0) == 1 else bias.as_strided(bias.shape, (1,)),
+        None if residual is None else side_by_side(residual),
+        side_by_side(out),
+    )
+
+
 def common_vector(n: int, k: int, operands: GemmOperands) -> int:
     """Neighbours that may be accessed at once in every row of every tensor: 1, 2, 4 or 8."""
     common = math.gcd(8, n, k)
@@ -102,7 +114,11 @@ def linear(
         known = None
     if known is None:
         check_options(interleaved, batch_invariant, spare_sms, kernel)
-        known = Known(check(x, weight, bias, residual, out, activation), {})
+        n = check(x, weight, bias, residual, out, activation)
+        # A new output has the strides that kernels expect.
+        given = GemmOperands(x, weight, bias, residual, x if out is None else out)
+        as_given = all(one is other for one, other in zip(given, arranged(given), strict=True))
+        known = Known(n, as_given, {})
         if len(_known) >= LAYOUTS:
             _known.clear()
         _known[facts] = known
@@ -110,13 +126,9 @@ def linear(
     if out is None:
         out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
     if rows and n:
-        operands = GemmOperands(
-            side_by_side(x),
-            side_by_side(weight),
-            bias if bias is None or bias.stride(0) == 1 else bias.as_strided(bias.shape, (1,)),
-            None if residual is None else side_by_side(residual),
-            side_by_side(out),
-        )
+        operands = GemmOperands(x, weight, bias, residual, out)
+        if not known.as_given:
+            operands = arranged(operands)
         stream = current_stream(x.device)
         serving = known.plans.get(stream)
         if serving is None:
@@ -134,9 +146,16 @@ def facts_of(tensor: torch.Tensor | None) -> object:
 
 
 class Known(NamedTuple):
-    """What is cached for calls with the same facts: columns of the output, and plans by stream."""
+    """What is cached for calls with the same facts.
+
+    Attributes:
+        n: columns of the output.
+        as_given: kernels take all tensors with the strides that they have.
+        plans: by stream.
+    """
 
     n: int
+    as_given: bool
     plans: dict[int, plan.LinearPlan[GemmOperands]]
 
 

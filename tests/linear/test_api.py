@@ -81,6 +81,32 @@ def test_single_rows_and_columns_of_any_stride() -> None:
     torch.testing.assert_close(api.linear(x, weight[:1]).float(), right[:, :1], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "bias", "residual", "out"])
+def test_kernels_get_the_strides_that_they_expect(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every call of a layout, of which the first one looks at the strides; other tensors go as they are."""
+    given = []
+    monkeypatch.setattr(eager, "plan_for", lambda *_: SimpleNamespace(run=given.append))
+    monkeypatch.setattr(eager, "_known", {})
+    tensors = {key: torch.zeros(1, 8, dtype=BF16) for key in ("x", "residual", "out")}
+    tensors |= {"weight": torch.zeros(8, 8, dtype=BF16), "bias": torch.zeros(8, dtype=BF16)}
+    odd = dict(tensors)
+    if name in ("weight", "bias"):  # of a layer with one column
+        odd |= {"weight": torch.zeros(1, 8, dtype=BF16), "bias": torch.zeros(1, dtype=BF16)}
+        odd |= {key: torch.zeros(1, 1, dtype=BF16) for key in ("residual", "out")}
+        odd[name] = odd[name].as_strided(odd[name].shape, (3, 1) if name == "weight" else (5,))
+    else:
+        odd[name] = tensors[name].as_strided((1, 8), (3, 1))
+    for called in (odd, odd, tensors, tensors):
+        api.linear(**called)
+    for operands, called in zip(given, (odd, odd, tensors, tensors), strict=True):
+        for key, tensor in called.items():
+            found = getattr(operands, key)
+            assert found.data_ptr() == tensor.data_ptr()
+            assert found.stride(-1) == 1
+            assert found.dim() == 1 or len(found) > 1 or found.stride(0) == found.shape[1]
+            assert called is odd or found is tensor
+
+
 X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
 
 
