@@ -4,6 +4,7 @@
 import importlib.util
 import math
 import pathlib
+import re
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +136,15 @@ def check_peers(names: str | None, chosen: Sequence[Any]) -> None:
         raise ValueError(f"no peer {', '.join(unknown)}: choose from {', '.join(known)}, all, none")
 
 
+def check_kernels(names: Sequence[str], selections: Sequence["Selection"]) -> None:
+    """Raises ValueError if a kernel of this package is in no dispatch table of the chosen operators."""
+    for index, name in enumerate(names):
+        reasons = [one.providers[index].objections(one.cases[0].problem) for one in selections]
+        unknown = [why for found in reasons for why in found if f"has no kernel {name!r}" in why]
+        if len(unknown) == len(selections):
+            raise ValueError(unknown[0])
+
+
 def of_files(chosen: Sequence[Any], files: Sequence[pathlib.Path]) -> dict[str, list[Provider]]:
     """Operator -> the providers of files.
 
@@ -214,8 +224,8 @@ def main(
         json_path: the file of results, one JSON object on each line: the machine's facts, then each row.
 
     Returns:
-        0 if this package's providers were right in every row that they serve, else 1; 2 if an argument is not valid or
-        the device does not exist.
+        0 if this package's providers were right in every row that they serve and all results were written, else 1; 2 if
+        an argument is not valid or the device does not exist.
     """
     console = console or Console()
     names = [op] if isinstance(op, str) else list(op)
@@ -234,6 +244,7 @@ def main(
         ]
         if not selections:
             raise ValueError(f"no row of {', '.join(names or known)} matches {options.rows!r}")
+        check_kernels(options.kernel_names, selections)
         if options.sources:
             records = [record for source in options.sources for record in measured.read(source)]
             kept = [r for r in records if r["kind"] == "environment" or not names or r["operator"] in names]
@@ -244,10 +255,11 @@ def main(
                 selection.print(console)
             return 0
         device = device_of(options.device)
+        lines = report.JsonLines(json_path)
     except (OSError, ValueError) as error:
         report.say(console, str(error))
         return 2
-    return measure_all(selections, device, options, report.JsonLines(json_path), console)
+    return measure_all(selections, device, options, lines, console)
 
 
 def measure_all(
@@ -265,7 +277,9 @@ def measure_all(
         compile_all(selections, options, console, limit)
     failed = measure_selections(selections, device, options, lines, gathered, console, until)
     show_results(lines.entries, selections, options, console)
-    return 1 if failed else 0
+    if lines.failure:
+        report.say(console, lines.failure)
+    return 1 if failed or lines.failure else 0
 
 
 def begin(
@@ -378,6 +392,10 @@ def check_options(names: Sequence[str], known: Mapping[str, Any], options: Optio
     for name in names:
         if name not in known:
             raise ValueError(f"no benchmark {name!r}: choose from {', '.join(known)}")
+    try:
+        re.compile(options.rows or "")
+    except re.error as error:
+        raise ValueError(f"--rows {options.rows!r} is not a regular expression: {error}") from None
     without = [name for name in names if options.held_out and name not in held_out.PEERS]
     if without:
         raise ValueError(f"{', '.join(without)} has no held-out rows: choose from {', '.join(held_out.PEERS)}")

@@ -63,20 +63,26 @@ class JsonLines:
 
     Attributes:
         entries: all objects so far.
+        failure: why the file does not have all of them; empty if it has. A full disk does not end a run.
     """
 
     def __init__(self, path: pathlib.Path | None) -> None:
         self.path = path
         self.entries: list[dict[str, Any]] = []
+        self.failure = ""
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("")
 
     def write(self, entry: dict[str, Any]) -> None:
         self.entries.append(entry)
-        if self.path is not None:
+        if self.path is None or self.failure:
+            return
+        try:
             with self.path.open("a") as file:
                 file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            self.failure = f"{self.path} does not have all results: {error.strerror}"
 
 
 def microseconds(value: float) -> str:

@@ -348,7 +348,10 @@ def option_problems(additional: str | None) -> list[Problem]:
     if additional is None:
         return []
     try:
-        options.of(SimpleNamespace(additional_config=json.loads(additional)))
+        read = json.loads(additional)
+        if not isinstance(read, dict):
+            raise ValueError(f"--additional-config is {additional}: a JSON object is needed")
+        options.of(SimpleNamespace(additional_config=read))
     except json.JSONDecodeError as error:
         return [Problem(what=f"--additional-config is not JSON: {error}", remedy="correct --additional-config")]
     except ValueError as error:
@@ -379,8 +382,8 @@ def examined(arch: str | None, problems: list[Problem]) -> Report:
     tuned_configs = [tuned_configs_report(one.tuned_configs, target) for one in known if one.tuned_configs is not None]
     layers = [report for one in known for report in layer_reports(one, target)]
     problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
-    broken = dict.fromkeys(problem for one in tuned_configs for problem in one.problems)
-    problems += [Problem(what=what, remedy=f"correct {what.partition(':')[0]}") for what in broken]
+    broken = {what: next(filter(what.startswith, one.files)) for one in tuned_configs for what in one.problems}
+    problems += [Problem(what=what, remedy=f"correct {file}") for what, file in broken.items()]
     return Report(
         schema_version=SCHEMA_VERSION,
         verdict=verdict(target, layers, problems),

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import cache, key, model, precompile, toolkit
 from dsl_backend.runtime import family as families
@@ -44,8 +45,11 @@ def compile_model(
     """Compile all kernels of a model. Returns the exit status: 1 if one failed or was not kept, or without CuTe DSL.
 
     Raises:
-        InvalidInput: the model, an architecture or a family is not accepted, or nothing can be kept here.
+        InvalidInput: the model, an architecture, a family or an environment variable is not accepted, or nothing can be
+            kept here.
     """
+    if wrong := envs.problems():
+        raise InvalidInput("; ".join(wrong))
     if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")

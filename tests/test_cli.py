@@ -270,6 +270,9 @@ class TestVerdict:
             ),
             ('{"dsl": {"atention_kernel": "triton"}}', "atention_kernel: unknown key (accepted keys: attention_kernel"),
             ('{"dsl": {"mla_latent_queries": 0}}', "mla_latent_queries: Input should be greater than 0"),
+            ('{"dsl": {"mla_latent_queries": true}}', "mla_latent_queries: Input should be a valid integer, not True"),
+            ('{"DSL": {"rope": "dsl"}}', "additional_config has the key 'DSL', which is not read: use 'dsl'"),
+            ("[1]", "--additional-config is [1]: a JSON object is needed"),
             ("{dsl}", "--additional-config is not JSON: "),
         ],
     )
@@ -417,3 +420,13 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
         assert one["problems"] == [message]
     shown = " ".join(invoke("doctor").stdout.split())
     assert shown.count("family 'linaer' is not one of") == 1
+
+
+def test_a_missing_file_of_tuned_configs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSL_BACKEND_TUNED_CONFIGS", f"{tmp_path}/none.json")
+    for one in families.load_all():
+        if one.tuned_configs is not None:
+            one.tuned_configs.forget()
+    _, wrong, todo = verdict("--arch", "cpu", status=1)
+    assert wrong == f"wrong  {tmp_path}/none.json cannot be read: No such file or directory"
+    assert todo == f"to do  correct {tmp_path}/none.json"

@@ -60,6 +60,19 @@ def test_without_cute_dsl(config: Path, monkeypatch: pytest.MonkeyPatch, form: t
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("DSL_BACKEND_CACHE_DIR", "here"), ("DSL_BACKEND_CACHE", "7"), ("DSL_BACKEND_SAMPLER", "2")]
+)
+def test_a_wrong_variable_is_refused_before_anything_is_compiled(
+    config: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    done = invoke("compile", "--model", config, "--arch", "sm_90a")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"dsl-backend: {name}={value!r} is not accepted: use ")
+    assert len(done.stderr.splitlines()) == 1, "no progress bar"
+
+
 @needs_cute
 class TestWhatOthersServe:
     def test_float32(self, config: Path) -> None:

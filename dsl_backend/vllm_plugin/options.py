@@ -2,10 +2,10 @@
 """What a user sets: the backend, and options through `--additional-config '{"dsl": {...}}'`."""
 
 import enum
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dsl_backend.attention import dispatch
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
@@ -58,7 +58,7 @@ class Options(BaseModel):
     logprobs: ServedBy = ServedBy.MEASURED
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
-    mla_latent_queries: PositiveInt = 512
+    mla_latent_queries: Annotated[int, Field(strict=True, gt=0)] = 512
 
     @field_validator("attention_kernel")
     @classmethod
@@ -112,21 +112,34 @@ def of(vllm_config: Any) -> Options:
         ValueError: a key is unknown or a value does not fit; the message lists what is accepted.
     """
     additional = getattr(vllm_config, "additional_config", None)
-    given = additional.get("dsl", {}) if isinstance(additional, dict) else {}
+    given = given_in(additional) if isinstance(additional, dict) else {}
     accepted = ", ".join(Options.model_fields)
     if not isinstance(given, dict):
         raise ValueError(f"additional_config['dsl'] is {given!r}: an object with the keys {accepted} is needed")
     try:
         return Options(**given)
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, issue['loc']))}: "
-            f"{'unknown key' if issue['type'] == 'extra_forbidden' else issue['msg'].removeprefix('Value error, ')}"
-            for issue in error.errors()
-        ]
+        problems = [f"{'.'.join(map(str, issue['loc']))}: {problem_of(issue)}" for issue in error.errors()]
         raise ValueError(
             f"additional_config['dsl'] is not valid: {'; '.join(problems)} (accepted keys: {accepted})"
         ) from None
+
+
+def given_in(additional: Mapping[str, Any]) -> Any:
+    """What an additional_config has for dsl. Raises ValueError: it is there under a key in another case."""
+    for key in additional:
+        if isinstance(key, str) and key != "dsl" and key.lower() == "dsl":
+            raise ValueError(f"additional_config has the key {key!r}, which is not read: use 'dsl'")
+    return additional.get("dsl", {})
+
+
+def problem_of(issue: Mapping[str, Any]) -> str:
+    """What pydantic says about a value, which it does not name itself."""
+    if issue["type"] == "extra_forbidden":
+        return "unknown key"
+    if issue["type"] == "value_error":
+        return str(issue["msg"]).removeprefix("Value error, ")
+    return f"{issue['msg']}, not {issue['input']!r}"
 
 
 def serves_attention(vllm_config: Any) -> bool:

@@ -64,10 +64,10 @@ def test_prefill_asks_the_table_by_name(op: str) -> None:
     assert "dsl:reference us" in text
 
 
-def test_a_kernel_that_does_not_exist_is_an_objection_not_a_crash() -> None:
-    status, text = bench("decode", kernels="no-such-kernel")
+def test_a_kernel_of_one_operator_is_an_objection_in_another() -> None:
+    status, text = bench(["write-kv", "decode"], kernels="cute-fp8")
     assert status == 0
-    assert "has no kernel 'no-such-kernel'" in text
+    assert "has no kernel 'cute-fp8'" in text
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,9 @@ def test_a_kernel_that_does_not_exist_is_an_objection_not_a_crash() -> None:
     [
         ("decoed", {}, "choose from decode"),
         ("decode", {"rows": "no such row"}, "no row of decode matches"),
+        ("decode", {"rows": "("}, "--rows '(' is not a regular expression: missing )"),
         ("decode", {"peers": "FA3,nobody"}, "no peer nobody"),
+        ("decode", {"kernels": "cute,no-such-kernel"}, "has no kernel 'no-such-kernel': choose one of cute"),
         ("decode", {"device": "tpu"}, "device 'tpu' is not one of cuda, cpu"),
     ],
 )
@@ -83,6 +85,19 @@ def test_a_name_that_means_nothing_is_refused(op: str, options: dict[str, object
     status, text = bench(op, None, **options)
     assert status == 2
     assert message in text
+
+
+def test_a_file_that_cannot_be_made_is_refused_before_anything_runs(tmp_path: pathlib.Path) -> None:
+    assert bench("decode", tmp_path) == (2, f"[Errno 21] Is a directory: '{tmp_path}'\n")
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_full_disk_is_no_success_and_loses_no_row() -> None:
+    status, text = bench("decode", pathlib.Path("/dev/full"), peers="none")
+    assert status == 1
+    *_, row, failure = text.splitlines()
+    assert row.startswith("| tiny-hd64-h4x2 |")
+    assert failure == "/dev/full does not have all results: No space left on device"
 
 
 def test_a_machine_without_a_gpu_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

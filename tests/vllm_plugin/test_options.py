@@ -30,7 +30,8 @@ def test_kernel_by_name(name: str) -> None:
         ({"atention_kernel": "triton"}, ["atention_kernel: unknown key", "accepted keys: attention_kernel"]),
         ({"attention_kernel": "cuda"}, ["'cuda' is not one of", "triton", "reference"]),
         ({"attention_kernel": 3}, ["attention_kernel", "string"]),
-        ({"mla_latent_queries": 0}, ["mla_latent_queries", "greater than 0"]),
+        ({"mla_latent_queries": 0}, ["mla_latent_queries", "greater than 0, not 0"]),
+        ({"mla_latent_queries": True}, ["mla_latent_queries", "a valid integer, not True"]),
         ({"experts": True}, ["experts", "'measured', 'dsl' or 'vllm'"]),
         ({"norms": "fast"}, ["norms", "'measured', 'dsl' or 'vllm'"]),
         ({"projections": 1}, ["projections", "'measured', 'dsl' or 'vllm'"]),
@@ -42,3 +43,8 @@ def test_refusals_name_what_is_accepted(dsl: Any, parts: list[str]) -> None:
         options.of(config(dsl))
     for part in parts:
         assert part in str(error.value)
+
+
+def test_the_key_in_another_case_is_refused() -> None:
+    with pytest.raises(ValueError, match="has the key 'Dsl', which is not read: use 'dsl'"):
+        options.of(VllmConfig(additional_config={"other": 1, "Dsl": {"rope": "dsl"}}))
