@@ -31,15 +31,15 @@ def require(ok: bool, message: str) -> None:
         raise InvalidInput(message)
 
 
-def short(dtype: torch.dtype) -> str:
-    """The dtype's name without its module."""
+def short(dtype: torch.dtype | torch.layout) -> str:
+    """The dtype's or layout's name without its module."""
     return str(dtype).removeprefix("torch.")
 
 
 def shown(value: object) -> str:
     """A value as text for a message. Tensors and long values are shown by their type only."""
     text = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else a(type(value).__name__)
 
 
 def integer(name: str, value: Any, least: int, most: int = MOST) -> int:
@@ -60,10 +60,14 @@ def integer(name: str, value: Any, least: int, most: int = MOST) -> int:
 def number(name: str, value: Any, least: float = -math.inf) -> float:
     """The value as a finite float."""
     fits = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value) or value < least:
+    try:
+        found = float(value) if fits else math.nan
+    except OverflowError:  # an int that no float can hold
+        found = math.nan
+    if not math.isfinite(found) or found < least:
         floor = "" if least == -math.inf else f" of at least {least:g}"
         raise InvalidInput(f"{name} is {shown(value)}: a finite number{floor} is needed")
-    return float(value)
+    return found
 
 
 def flag(name: str, value: Any) -> None:
@@ -85,7 +89,7 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 def a(noun: str) -> str:
     """The noun with its indefinite article."""
-    return f"{'an' if noun[0] in 'AEIOU' else 'a'} {noun}"
+    return f"{'an' if noun[0] in 'AEIOUaeiou' else 'a'} {noun}"
 
 
 def dtype(name: str, value: Any, accepted: Sequence[torch.dtype] = ()) -> None:
@@ -119,6 +123,21 @@ def tensor(name: str, value: Any) -> None:
         # Lists are shown by their type: their text may be very long.
         what = shown(value) if value is None or isinstance(value, str) else f"a {type(value).__name__}"
         raise InvalidInput(f"{name} is {what}: a tensor is needed")
+    if value.layout is not torch.strided:
+        raise InvalidInput(f"{name} has layout {short(value.layout)}: a dense tensor is needed")
+
+
+def facts_of(value: torch.Tensor | None) -> object:
+    """All facts of a tensor that checks and plans of 16-byte accesses depend on; its values are not among them.
+
+    Facts of what is no dense tensor equal those of no dense tensor, and no check accepts it.
+    """
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    if value.layout is not torch.strided:
+        return value.layout
+    gradient = value.requires_grad and torch.is_grad_enabled()
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16, gradient
 
 
 def no_gradient(name: str, value: torch.Tensor) -> None:

@@ -71,8 +71,10 @@ class AttentionSpec:
             set_field(name, value if value is None else checks.integer(name, value, least))
         set_field("scale", checks.number("scale", self.scale))
         set_field("softcap", checks.number("softcap", self.softcap, 0))
-        checks.dtype("dtype", self.dtype)
-        checks.dtype("kv_dtype", self.kv_dtype)
+        for name in ("dtype", "kv_dtype"):
+            value = getattr(self, name)
+            checks.dtype(name, value)
+            require(value.is_floating_point, f"{name} is {short(value)}: a floating-point dtype is needed")
         checks.member("causality", self.causality, Causality)
         for name in ("sinks", "alibi", "mla", "batch_invariant"):
             checks.flag(name, getattr(self, name))

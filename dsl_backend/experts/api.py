@@ -12,7 +12,7 @@ number that is no expert's is skipped, as padding (-1) is: it is a value, which 
 import torch
 
 from dsl_backend import checks
-from dsl_backend.checks import require, short
+from dsl_backend.checks import facts_of, require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.plan import ExpertsPlan
@@ -115,14 +115,6 @@ def run(
     if x.shape[0]:
         plan.run(operands)
     return out
-
-
-def facts_of(tensor: torch.Tensor | None) -> object:
-    """All facts of a tensor that the checks depend on; its values are not among them."""
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor)
-    gradient = tensor.requires_grad and torch.is_grad_enabled()
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, gradient
 
 
 def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated activations of a GEMM's epilogue."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +24,7 @@ class Swiglu:
         for name in ("alpha", "beta", "limit"):
             value = getattr(self, name)
             if value is not None or name != "limit":
-                checks.number(f"Swiglu's {name}", value)
+                checks.number(f"Swiglu's {name}", value, 0 if name == "limit" else -math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dsl_backend import checks
-from dsl_backend.checks import short
+from dsl_backend.checks import facts_of, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.gemm.args import GemmOperands
@@ -135,14 +135,6 @@ def linear(
             serving = known.plans[stream] = plan_for(operands, n, stream, *asked)
         serving.run(operands)
     return out
-
-
-def facts_of(tensor: torch.Tensor | None) -> object:
-    """All facts of a tensor that the checks and the plan depend on; its values are not among them."""
-    if not isinstance(tensor, torch.Tensor):
-        return type(tensor)
-    gradient = tensor.requires_grad and torch.is_grad_enabled()
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16, gradient
 
 
 class Known(NamedTuple):

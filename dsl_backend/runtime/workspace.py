@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsl_backend import checks
 from dsl_backend.errors import InvalidInput
 
 # The most streams whose launches may be captured: torch has a pool of 32 for each of two priorities.
@@ -39,7 +40,7 @@ class Workspace:
     """
 
     def __init__(self, device: torch.device, captured: "CapturedFlags | None" = None) -> None:
-        self.device, self.captured = device, captured
+        self.device, self.captured = checks.device("device", device), captured
         self._outgrown: list[torch.Tensor] = []
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._integers = torch.empty(0, dtype=torch.int32, device=device)

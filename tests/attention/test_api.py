@@ -54,6 +54,7 @@ def spec(**facts: Any) -> AttentionSpec:
         ({"scale": None}, "scale is None: a finite number is needed"),
         ({"scale": "0.1"}, "scale is '0.1': a finite number is needed"),
         ({"scale": True}, "scale is True: a finite number is needed"),
+        ({"scale": 10**400}, "scale is an int: a finite number is needed"),
         ({"softcap": -1.0}, "softcap is -1.0: a finite number of at least 0 is needed"),
         ({"softcap": math.inf}, "softcap is inf: a finite number of at least 0 is needed"),
         ({"softcap": None}, "softcap is None: a finite number of at least 0 is needed"),
@@ -68,6 +69,8 @@ def spec(**facts: Any) -> AttentionSpec:
         ({"causality": True}, "causality is True: one of Causality.FULL"),
         ({"dtype": "bfloat16"}, "dtype is 'bfloat16': a torch.dtype is needed"),
         ({"kv_dtype": None}, "kv_dtype is None: a torch.dtype is needed"),
+        ({"dtype": torch.complex64}, "dtype is complex64: a floating-point dtype is needed"),
+        ({"kv_dtype": torch.int8}, "kv_dtype is int8: a floating-point dtype is needed"),
         ({"sinks": 1}, "sinks is 1: True or False is needed"),
         ({"alibi": "no"}, "alibi is 'no': True or False is needed"),
         ({"batch_invariant": None}, "batch_invariant is None: True or False is needed"),
@@ -157,6 +160,12 @@ def test_plan_refuses(case: Case, broken: Callable[[Batch], Batch], message: str
     problem = case.problem()
     with pytest.raises(InvalidInput, match=re.escape(message)):
         api.plan(problem.spec, broken(problem.batch), kernel="reference")
+
+
+def test_workspaces_are_on_devices() -> None:
+    assert Workspace("cpu").device == torch.device("cpu")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"device is 'gpu7': a torch\.device or its name"):
+        Workspace("gpu7")  # type: ignore[arg-type]
 
 
 def test_numbers_of_other_libraries_are_taken() -> None:
@@ -297,6 +306,7 @@ WRONG_ARGUMENTS: list[tuple[Case, str, Wrong, str]] = [
     (LATENT, "q", lambda t: (t[..., :512], None), "q[1] is None: a tensor is needed"),
     (LATENT, "q", lambda t: (None, t[..., 512:]), "q is None: a tensor is needed"),
     (CASE, "q", lambda t: t.tolist(), "q is a list: a tensor is needed"),
+    (CASE, "q", lambda t: t.to_sparse(), "q has layout sparse_coo: a dense tensor is needed"),
     (CASE, "q", lambda t: None, "q is None: a tensor is needed"),
     (CASE, "keys", lambda t: None, "keys is None: a tensor is needed"),
     (CASE, "keys", lambda t: t.float().numpy(), "keys is a ndarray: a tensor is needed"),

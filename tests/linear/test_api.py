@@ -138,6 +138,8 @@ X, W = torch.zeros(2, 8, dtype=BF16), torch.zeros(6, 8, dtype=BF16)
         (X, W, {"kernel": "fast"}, "no kernel 'fast': choose one of"),
         (X, W.clone().requires_grad_(), {}, "weight requires a gradient, and there is no backward"),
         (X, [[1.0]], {}, "weight is a list: a tensor is needed"),
+        (X.to_sparse(), W, {}, "x has layout sparse_coo: a dense tensor is needed"),
+        (X, W.to_sparse(), {}, "weight has layout sparse_coo: a dense tensor is needed"),
         (None, W, {}, "x is None: a tensor is needed"),
         (X, W, {"bias": 1.0}, "bias is a float: a tensor is needed"),
         (X, W, {"residual": "x"}, "residual is 'x': a tensor is needed"),
@@ -154,7 +156,8 @@ def test_what_is_refused(x: torch.Tensor, weight: torch.Tensor, options: dict, m
     [
         (lambda: Swiglu(alpha=None), "Swiglu's alpha is None: a finite number is needed"),
         (lambda: Swiglu(beta="1"), "Swiglu's beta is '1': a finite number is needed"),
-        (lambda: Swiglu(limit=float("inf")), "Swiglu's limit is inf: a finite number is needed"),
+        (lambda: Swiglu(limit=float("inf")), "Swiglu's limit is inf: a finite number of at least 0 is needed"),
+        (lambda: Swiglu(limit=-7), "Swiglu's limit is -7: a finite number of at least 0 is needed"),
         (lambda: Geglu(tanh="yes"), "Geglu's tanh is 'yes': True or False is needed"),
         (lambda: Dtypes.of("bf16"), "dtype of x is 'bf16': a torch.dtype is needed"),
     ],
@@ -249,7 +252,7 @@ def test_layouts_are_not_kept_without_end(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_activations_that_are_none() -> None:
-    with pytest.raises(InvalidInput, match="Swiglu's limit is nan: a finite number is needed"):
+    with pytest.raises(InvalidInput, match="Swiglu's limit is nan: a finite number of at least 0 is needed"):
         Swiglu(limit=float("nan"))
 
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 
 from dsl_backend import checks
-from dsl_backend.checks import short
+from dsl_backend.checks import facts_of, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.spec import DTYPES, MOST
 from dsl_backend.linear import plan
-from dsl_backend.linear.eager import check_tensor, facts_of, side_by_side
+from dsl_backend.linear.eager import check_tensor, side_by_side
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import ScaledFormat
 from dsl_backend.quant.reference import Quantized, column_major
