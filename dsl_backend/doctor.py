@@ -382,7 +382,11 @@ def examined(arch: str | None, problems: list[Problem]) -> Report:
     tuned_configs = [tuned_configs_report(one.tuned_configs, target) for one in known if one.tuned_configs is not None]
     layers = [report for one in known for report in layer_reports(one, target)]
     problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
-    broken = {what: next(filter(what.startswith, one.files)) for one in tuned_configs for what in one.problems}
+    broken = {
+        what: next(filter(what.startswith, one.files), envs.TUNED_CONFIGS.name)
+        for one in tuned_configs
+        for what in one.problems
+    }
     problems += [Problem(what=what, remedy=f"correct {file}") for what, file in broken.items()]
     return Report(
         schema_version=SCHEMA_VERSION,

@@ -403,10 +403,8 @@ class TestBench:
         assert "install the wheel" in result.stderr
 
 
-def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named once, although every family reads the file."""
-    path = tmp_path / "tuned.json"
-    path.write_text('{"format": 1, "records": [{"family": "linaer"}]}')
+def read_tuned_configs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every family read that file, and forget it after the test."""
     monkeypatch.setenv("DSL_BACKEND_TUNED_CONFIGS", str(path))
     tuned = [one for one in families.load_all() if one.tuned_configs is not None]
     fresh = tuple(dataclasses.replace(one, tuned_configs=copy.copy(one.tuned_configs)) for one in tuned)
@@ -414,6 +412,13 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
         assert one.tuned_configs is not None
         one.tuned_configs.forget()
     monkeypatch.setattr(families, "load_all", lambda: fresh)
+
+
+def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named once, although every family reads the file."""
+    path = tmp_path / "tuned.json"
+    path.write_text('{"format": 1, "records": [{"family": "linaer"}]}')
+    read_tuned_configs(path, monkeypatch)
     message = f"{path}: record 0: family 'linaer' is not one of attention, experts, linear, norm, sampling, softmax"
     for one in report(status=1)["tuned_configs"]:
         assert one["files"][0] == str(path)
@@ -423,10 +428,7 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
 
 
 def test_a_missing_file_of_tuned_configs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSL_BACKEND_TUNED_CONFIGS", f"{tmp_path}/none.json")
-    for one in families.load_all():
-        if one.tuned_configs is not None:
-            one.tuned_configs.forget()
+    read_tuned_configs(tmp_path / "none.json", monkeypatch)
     _, wrong, todo = verdict("--arch", "cpu", status=1)
     assert wrong == f"wrong  {tmp_path}/none.json cannot be read: No such file or directory"
     assert todo == f"to do  correct {tmp_path}/none.json"
