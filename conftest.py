@@ -67,6 +67,11 @@ KEPT: tuple[str, ...] = (
     "tests/attention/test_schedule.py::test_each_once*ragged-3*",
     "tests/attention/test_schedule.py::test_each_once*window-1*",
     "tests/attention/test_sm100.py::test_case*",
+    # Several key tiles, windows that begin within one, S stages that alternate; and no LSE. The cases above have one
+    # or two key tiles: four of twelve mistakes in softmax and correction warps passed them. These two find the four
+    # (2026-11-26).
+    "tests/attention/test_sm100.py::test_idle_warps*1*",
+    "tests/attention/test_sm100_without_lse.py::test_without_lse*window-softcap-sinks*",
     "tests/attention/test_sm100.py::test_swap_ab*window-sinks*",
     "tests/attention/test_sm100.py::test_swap_ab*mqa-20*",
     "tests/attention/test_sm100.py::test_swap_ab_on*",

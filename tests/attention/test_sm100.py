@@ -100,7 +100,7 @@ ACTIVE = Case(
 )
 
 
-@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
+@pytest.mark.parametrize("index", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in range(2, 6))])
 def test_idle_warps(index: int) -> None:
     """On three schedules, with S stages that alternate and with one S stage."""
     emulate(ACTIVE, "sm_100a", lambda planner, short: make(planner, short, index), index, sms=2)

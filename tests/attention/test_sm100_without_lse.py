@@ -149,7 +149,7 @@ SUBJECTS = (
         Case(id="wide", q_lens=(20, 40), kv_lens=(200, 150), heads=(1, 1), dim=384, dtype=FP16, why="slices of values")
     ),
 )
-QUICK = ("plain", "nan-keys", "alibi-full", "pairs", "fp8")
+QUICK = ("plain", "nan-keys", "alibi-full", "pairs", "fp8", "window-softcap-sinks")
 
 
 def by_id(name: str) -> Subject:
