@@ -97,6 +97,7 @@ KEPT: tuple[str, ...] = (
 # A test that matches one of these is marked `full`: each is like others that `make test-rest` runs. (`?` stands for the
 # bracket, which is a pattern's.) They take a sixth of its time.
 FULL: tuple[str, ...] = (
+    "integration/test_engine_benchmark.py::test_engine",
     "integration/test_refusals.py::test_server_does_not_start?options?",
     "integration/test_refusals.py::test_server_does_not_start?kernel by name?",
     "tests/attention/test_extend.py::test_sm90?prompts-mixed?",

@@ -38,6 +38,9 @@ def test_two_engines_take_turns(tmp_path: Path) -> None:
     results = {(line["backend"], line["scenario"]): line["value"] for line in lines if line["kind"] == "result"}
     assert set(results) == {(backend, scenario) for backend in ("dsl", peer) for scenario in ("b1", "prefill")}
     assert min(results.values()) > 0
+    served = {line["backend"]: line["served_by"] for line in lines if line["kind"] == "engine"}
+    assert served == {"dsl": {"DSL": 2}, peer: {peer: 2}}
+    assert all(line["while_serving"] == 0 for line in lines if line["kind"] == "compiled")
 
 
 def test_server_of_a_peer(tmp_path: Path) -> None:
