@@ -130,9 +130,10 @@ class BalancedSchedule:
         pair_row_tiles: bool = False,
         row_group: int = 0,
         row_group_iters: int = 100,
+        short_splits: bool = False,
     ):
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
-        self.row_group, self.row_group_iters = row_group, row_group_iters
+        self.row_group, self.row_group_iters, self.short_splits = row_group, row_group_iters, short_splits
         self.min_split_tiles, self.cluster, self.pair_row_tiles = min_split_tiles, cluster, pair_row_tiles
 
     @cute.jit
@@ -168,5 +169,6 @@ class BalancedSchedule:
             self.cluster,
             pair_row_tiles=self.pair_row_tiles,
             row_groups=self.row_group > 0,
+            short_splits=self.short_splits,
         )
         scheduler.run()

@@ -297,6 +297,8 @@ def balanced_schedule(
     pair_row_tiles: bool = False,
     row_group: int = 0,
     row_group_iters: int = 100,
+    min_split_tiles: int = MIN_SPLIT_TILES,
+    short_splits: bool = False,
 ) -> tuple[list[list[WorkTile]], list[SplitRange]]:
     """(work tiles of each CTA, split range of each CTA) for requests of `lengths` keys.
 
@@ -309,7 +311,7 @@ def balanced_schedule(
     split_ranges = torch.full((num_ctas, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
     recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
-        options = (tokens, TILE, MIN_SPLIT_TILES, cluster, pair_row_tiles, row_group, row_group_iters)
+        options = (tokens, TILE, min_split_tiles, cluster, pair_row_tiles, row_group, row_group_iters, short_splits)
         call(BalancedSchedule, (key_of(split=True), *options), (starts, keys, split_ranges, recorded))
     found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
     found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
@@ -331,6 +333,19 @@ def test_balanced(name: str, clusters: int, cluster: int) -> None:
     assert_balanced(found, split_ranges, lengths, q_lens)
     if clusters > 1 and name in ("long", "one", "prompts"):
         assert any(split_range.num_splits for split_range in split_ranges)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "short_splits", "least"), [(17, True, 1), (18, True, 2), (50, True, 3), (98, True, 4), (24, False, 4)]
+)
+def test_short_splits(tiles: int, short_splits: bool, least: int) -> None:
+    """A split has sqrt(tiles / 8) key tiles at least, rounded, where its rows' partial results are more than a tile."""
+    lengths, rows = [tiles * TILE], 32
+    found, split_ranges = balanced_schedule(
+        lengths, HEADS * tiles, tokens=rows, min_split_tiles=4, short_splits=short_splits
+    )
+    assert split_ranges[0].num_splits == -(-tiles // least)
+    assert_balanced(found, split_ranges, lengths, [1], rows)
 
 
 @pytest.mark.parametrize("cluster", [1, 2])

@@ -220,6 +220,7 @@ class TiledMla:
                 COMBINE_TILES_MLA,
                 pair_row_tiles=True,
                 row_groups=config.row_groups,
+                short_splits=config.short_splits,
             )
         return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)
 

@@ -45,6 +45,7 @@ class MlaTileConfig:
         cluster: CTAs that share key tiles: each has other heads of the same tokens, and loads a part for all.
         dequant_stages: of fp8 K, which one more warpgroup dequantizes; 0 for a 16-bit cache.
         min_split_tiles: key tiles of a split, at least: with fewer, combining costs more than it saves.
+        short_splits: fewer are enough for short requests, as in BalancedSplitKVTileScheduler.
         row_groups: neighbouring clusters process the row tiles of a request side by side, where row_groups.py finds
             that it pays; not with fixed splits.
         evict_first: L2 evicts keys before other data: those of a decode step are read once, and the partial results
@@ -56,6 +57,7 @@ class MlaTileConfig:
     cluster: int = 1
     dequant_stages: int = 0
     min_split_tiles: int = 2
+    short_splits: bool = False
     row_groups: bool = False
     evict_first: bool = False
 

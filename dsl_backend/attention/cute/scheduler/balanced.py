@@ -35,6 +35,11 @@ COMBINE_TILES, COMBINE_TILES_MLA = 2, 1
 # each CTA instead of 2 took 10.6 us instead of 11.5 with 4 splits, and 13.1 instead of 12.1 with 128, on an H200; with
 # 64 rows, whose partial results are 4 tiles, 2 tiles took 20.8 us instead of 19.6 with 4.
 MAX_SPLITS_BELOW_MIN = 64
+# Combining n splits takes as long as n / SPLITS_PER_TILE key tiles, besides its fixed cost. So an output tile of several
+# key tiles is done soonest with sqrt(key tiles / SPLITS_PER_TILE) of them a split. With MLA's 64 rows and tiles of 64
+# keys on an H200, 24 tiles of 128 heads took 15.2 us with 2 tiles a split at least and 17.3 with 4, but 128 tiles 20.9
+# and 20.4; 9 tiles of 32 heads took 15.0 with 1 and 19.8 with 2.
+SPLITS_PER_TILE = 8
 # Iterations that stand for the fixed cost of a work tile where short output tiles share a CTA: the latency of its first
 # key tile, and its result. Measured on an H200: 0.4 tiles with heads of 128, 0.6 with heads of 64.
 OVERHEAD_ITERS = 1
@@ -160,6 +165,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     Args:
         split_ranges: [CTAs, SPLIT_RANGE_FIELDS], written here for the combine kernel.
         min_split_tiles: key tiles of a CTA at least.
+        short_splits: fewer are enough where the longest output tile has few key tiles: `least_split_tiles`.
         cluster: CTAs of a cluster.
         combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
         pair_row_tiles: prompts may be paired; costs nothing where there are none.
@@ -179,10 +185,12 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         combine_tiles: int = COMBINE_TILES,
         pair_row_tiles: bool = False,
         row_groups: bool = False,
+        short_splits: bool = False,
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
         self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
+        self.short_splits = short_splits
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
 
     @cute.jit
@@ -445,7 +453,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         iters_per_cta = quotient(total_iters + num_ctas - 1, num_ctas)
         partial_tiles = self.key_tiles_of_partials()
         if most_key_tiles > MAX_SPLITS_BELOW_MIN * iters_per_cta or partial_tiles > iters_per_cta:
-            iters_per_cta = cutlass.max(iters_per_cta, self.min_split_tiles)
+            iters_per_cta = cutlass.max(iters_per_cta, self.least_split_tiles(most_key_tiles))
         overhead_iters, min_tile_iters = cutlass.Int32(0), cutlass.Int32(0)
         unsplit_iters = quotient(num_tiles + num_ctas - 1, num_ctas) * most_key_tiles
         if self.splits_cost_more(unsplit_iters, iters_per_cta, most_key_tiles, num_tiles, num_ctas):
@@ -456,6 +464,18 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             total_iters += row_tiles * overhead_iters
             iters_per_cta = cutlass.max(quotient(total_iters + num_ctas - 1, num_ctas), iters_per_cta)
         return Partition(row_group, total_iters, iters_per_cta, overhead_iters, min_tile_iters, most_key_tiles)
+
+    @cute.jit
+    def least_split_tiles(self, most_key_tiles: cutlass.Int32):
+        """Key tiles of a split at least; with `short_splits` up to sqrt(most_key_tiles / SPLITS_PER_TILE), rounded."""
+        least = cutlass.Int32(self.min_split_tiles)
+        if cutlass.const_expr(self.short_splits):
+            least = cutlass.Int32(1)
+            for tiles in cutlass.range_constexpr(2, self.min_split_tiles + 1):
+                # The root is at least tiles - 1/2.
+                rounds_up = 4 * most_key_tiles >= SPLITS_PER_TILE * (2 * tiles - 1) ** 2
+                least = cutlass.Int32(tiles) if rounds_up else least
+        return least
 
     @cute.jit
     def row_groups_pay(self, total_iters: cutlass.Int32, group_iters: cutlass.Int32, num_ctas: cutlass.Int32):

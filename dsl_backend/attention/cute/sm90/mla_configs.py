@@ -142,5 +142,8 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
         if not config.objections(spec, smem_bytes):
             yield config
     yield replace(default_mla_config(spec), evict_first=not spec.batch_invariant)
+    if not spec.batch_invariant:
+        yield replace(default_mla_config(spec), short_splits=True)
+        yield replace(default_mla_config(spec), combine_many_rows=True, short_splits=True)
     if folds_in_smem(spec):
         yield replace(default_mla_config(spec), fold_in_smem=not default_mla_config(spec).fold_in_smem)

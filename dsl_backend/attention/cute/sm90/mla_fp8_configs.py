@@ -3,7 +3,7 @@
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsl_backend.attention.cute.mla_configs import (
     ROWS,
@@ -78,7 +78,11 @@ class Fp8MlaConfig(MlaTileConfig):
 
 
 def default_fp8_mla_config(spec: AttentionSpec) -> Fp8MlaConfig:
-    """The default, as measured on an H200. With rows of 576, three stages of K and two of V fill shared memory."""
+    """The default, as measured on an H200. With rows of 576, three stages of K and two of V fill shared memory.
+
+    The combine kernel for many rows took 29.6 us and not 35.3 with 16 heads, 8 requests of 4 queries and 8k keys, and
+    as long in the other rows of 16 heads; with 128 heads up to 1.4 % longer.
+    """
     head_blocks = row_tiles(spec)
     cluster = 2 if head_blocks % 2 == 0 and spec.page_size is not None else 1
     stages = 2 if spec.head_dim > 320 else 4
@@ -88,6 +92,7 @@ def default_fp8_mla_config(spec: AttentionSpec) -> Fp8MlaConfig:
         scores_first=True,
         cluster=cluster,
         min_split_tiles=4 if head_blocks > 1 else 2,
+        combine_many_rows=head_blocks == 1,
     )
 
 
@@ -106,5 +111,12 @@ def fp8_mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8MlaCon
             cluster=cluster,
             min_split_tiles=min_split_tiles,
         )
+        if not config.objections(spec, smem_bytes):
+            yield config
+    default = default_fp8_mla_config(spec)
+    for config in (
+        replace(default, combine_many_rows=not default.combine_many_rows),
+        replace(default, short_splits=True),
+    ):
         if not config.objections(spec, smem_bytes):
             yield config
