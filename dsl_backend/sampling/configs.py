@@ -21,6 +21,7 @@ SM_BYTES = 228 * 1024
 RESERVED_BYTES = 1024
 MAX_GROUPS = 256
 HISTOGRAM_BINS = 256
+LIKELIER_SUMS = ("reloaded", "all", "packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,9 @@ class ClusterConfig:
         threads: of a CTA.
         vector: adjacent logits of one load.
         blocks_ahead: 1: a warp loads its next block before the arithmetic of a block; 0: after it.
+        reread_blocks: blocks of a warp that are in flight where a row is read again, 1 or 2.
+        likelier_sums: how a warp sums the probabilities of a block's logits from a bound on, one of LIKELIER_SUMS: each
+            lane loads its own once more; or it computes all, in registers; or the warp packs them in shared memory.
         max_candidates: that fit in shared memory. A row with more is read again as a whole.
         max_blocks: blocks of fixed_point.BLOCK logits of a CTA, whose sums are in shared memory.
     """
@@ -58,6 +62,8 @@ class ClusterConfig:
     threads: int
     vector: int
     blocks_ahead: int = 1
+    reread_blocks: int = 1
+    likelier_sums: str = "reloaded"
     max_candidates: int = 512
     max_blocks: int = 512
 
@@ -91,6 +97,11 @@ class ClusterConfig:
         return self.threads // WARP
 
     @property
+    def packed_logits(self) -> int:
+        """That fit in shared memory: a block of each warp, or none."""
+        return BLOCK * self.warps if self.likelier_sums == "packed" else 0
+
+    @property
     def groups(self) -> int:
         """Parts of a row. The k-th largest of their maxima bounds the row's k-th largest logit from below."""
         return min(MAX_GROUPS, self.cluster * self.threads)
@@ -101,9 +112,12 @@ class ClusterConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of a CTA: group maxima, histogram, candidates (16 bytes), blocks (12), lists, sums, scalars."""
+        """Shared memory of a CTA.
+
+        Group maxima, histogram, candidates (16 bytes), blocks (12), lists, packed logits, sums, scalars.
+        """
         arrays = 4 * MAX_GROUPS + 4 * HISTOGRAM_BINS + 16 * self.max_candidates + 12 * self.max_blocks
-        return arrays + 8 * self.threads + 24 * MAX_CLUSTER + 5 * 8 * WARP + 4 * WARP + 256
+        return arrays + 4 * self.packed_logits + 8 * self.threads + 24 * MAX_CLUSTER + 5 * 8 * WARP + 4 * WARP + 256
 
     @property
     def ctas_per_sm(self) -> int:
@@ -125,6 +139,10 @@ class ClusterConfig:
         reasons += [f"{name} {n} is not a power of two" for name, n in counts.items() if n < 1 or n & (n - 1)]
         if self.blocks_ahead not in (0, 1):
             reasons.append(f"blocks_ahead is {self.blocks_ahead}: 0 or 1 is needed")
+        if self.reread_blocks not in (1, 2):
+            reasons.append(f"reread_blocks is {self.reread_blocks}: 1 or 2 is needed")
+        if self.likelier_sums not in LIKELIER_SUMS:
+            reasons.append(f"likelier_sums is {self.likelier_sums!r}: one of {', '.join(LIKELIER_SUMS)} is needed")
         if not WARP <= self.threads <= 1024:
             reasons.append(f"{self.threads} threads for each CTA are not from {WARP} to 1024")
         if self.cluster > MAX_CLUSTER:

@@ -107,7 +107,12 @@ def mass_of(x, reference, scale, above: bool = False):
 
 def prob_of(x, reference, scale):
     """The probability of a logit before normalization, uint64 in units of 2**-40."""
-    return truncate_to_uint(power_of(x, reference, scale, PROB_ONE, above=True), cutlass.Uint64)
+    return truncate_to_uint(prob_power_of(x, reference, scale), cutlass.Uint64)
+
+
+def prob_power_of(x, reference, scale):
+    """The same before it is rounded toward zero, float32."""
+    return power_of(x, reference, scale, PROB_ONE, above=True)
 
 
 def mul_shift_right(a, b, bits: int):

@@ -19,13 +19,15 @@ from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
 from dsl_backend.sampling.cute.row import LOGITS_PER_LANE, Row, RowReader, bits_of_draw, popc, top_p_of, write_token
-from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, cta_sum
+from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, cta_sum, warp_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
 # Below every id: with it, all logits from a bound on are likelier.
 NO_ID = -1
 # Index in SharedStorage.sResult of the sum below which the likelier tokens have to stay.
 LIMIT = 1
+# Bits of a lane's sum of probabilities that are added apart: 16 probabilities are up to 2**44.
+PROB_LOW_BITS = 20
 PROB_UNIT = 2.0**-constants.PROB_BITS
 
 
@@ -54,6 +56,7 @@ class FullRowSampler:
 
     def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, radix: RadixSelect):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
+        self.likelier_sums = config.likelier_sums
         self.cluster, self.reader, self.radix = cluster, reader, radix
 
     @cute.jit
@@ -109,6 +112,52 @@ class FullRowSampler:
             least = bound
             self.remove_ties(rLogits, bound, bound_id - first_id)
         prob_sum = cutlass.Uint64(0)
+        if cutlass.const_expr(self.likelier_sums == "all"):
+            prob_sum = warp_sum(self.sum_from(row, rLogits, least), PROB_LOW_BITS)
+        elif cutlass.const_expr(self.likelier_sums == "packed"):
+            prob_sum = warp_sum(self.sum_packed(smem, row, rLogits, least), PROB_LOW_BITS)
+        else:
+            prob_sum = self.sum_reloaded(row, rLogits, least, first_id)
+        if cute.arch.lane_idx() == 0:
+            smem.sBlockSum[index] = prob_sum
+
+    @cute.jit
+    def sum_from(self, row: Row, rLogits: cute.Tensor, least):
+        """The sum of the probabilities from a logit on that min-p keeps, of a lane's logits of a block."""
+        lane_sum = cutlass.Uint64(0)
+        for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+            x = cutlass.Float32(rLogits[i])
+            lane_sum = lane_sum + self.kept_prob(row, x if x >= least else -cutlass.Float32.inf)
+        return lane_sum
+
+    @cute.jit
+    def kept_prob(self, row: Row, x):
+        """The probability of a logit, uint64; 0 where min-p removes it."""
+        power = fixed_point.prob_power_of(x, row.reference, row.scale)
+        # Exact in float32: the least probability is a float32 times a power of two.
+        power = power if power >= cutlass.Float32(row.min_prob) else cutlass.Float32(0.0)
+        return fixed_point.truncate_to_uint(power, cutlass.Uint64)
+
+    @cute.jit
+    def sum_packed(self, smem: SharedStorage, row: Row, rLogits: cute.Tensor, least):
+        """The same by a column of shared memory, in which the lane's logits from a logit on lie side by side."""
+        begin = cute.arch.warp_idx() * constants.BLOCK + cute.arch.lane_idx()
+        end = begin
+        for i in cutlass.range_constexpr(LOGITS_PER_LANE):
+            x = cutlass.Float32(rLogits[i])
+            # Without a condition, which costs more. The next one that counts replaces one that does not.
+            smem.sPacked[end] = x
+            end = end + WARP if x >= least else end
+        lane_sum = cutlass.Uint64(0)
+        for place in cutlass.range(begin, end, WARP, unroll=1):
+            lane_sum = lane_sum + self.kept_prob(row, smem.sPacked[place])
+        cute.arch.sync_warp()
+        return lane_sum
+
+    @cute.jit
+    def sum_reloaded(self, row: Row, rLogits: cute.Tensor, least, first_id):
+        """The sum of the probabilities of a block from a logit on that min-p keeps, where few lanes have one."""
+        prob_sum = cutlass.Uint64(0)
         found = cutlass.Uint32(0)
         # The few that count are found first, since a comparison costs less than a probability.
         for i in cutlass.range_constexpr(LOGITS_PER_LANE):
@@ -120,9 +169,7 @@ class FullRowSampler:
             prob = fixed_point.prob_of(x, row.reference, row.scale)
             prob_sum = prob_sum + prob if prob >= row.min_prob else prob_sum
         cute.arch.sync_warp()
-        prob_sum = cute.arch.warp_reduction(prob_sum, add)
-        if cute.arch.lane_idx() == 0:
-            smem.sBlockSum[index] = prob_sum
+        return cute.arch.warp_reduction(prob_sum, add)
 
     def in_block(self, i):
         """Index in its block of a lane's logit."""

@@ -109,7 +109,7 @@ class RowReader:
 
     def __init__(self, config: ClusterConfig, cluster: Cluster, dtype: type[cutlass.Numeric], exp_sums: bool = False):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
-        self.blocks_ahead = bool(config.blocks_ahead)
+        self.blocks_ahead, self.reread_blocks = bool(config.blocks_ahead), config.reread_blocks
         self.loads = constants.BLOCK // (WARP * config.vector)
         self.cluster, self.dtype, self.exp_sums = cluster, dtype, exp_sums
 
@@ -218,18 +218,46 @@ class RowReader:
             found = cutlass.Uint32(cute.arch.vote_ballot_sync(needed))
             self.write_list(smem.sLists, begin, found, index)
             cute.arch.sync_warp()
-            count = popc(found)
-            rNext = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
-            if count > 0:
-                self.load_block(row.logits, self.block(row.vocab, cutlass.Int32(smem.sLists[begin])), rNext)
-            for i in cutlass.range(count, unroll=1):
-                rLogits = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
-                for e in cutlass.range_constexpr(LOGITS_PER_LANE):
-                    rLogits[e] = rNext[e]
-                if i + 1 < count:
-                    self.load_block(row.logits, self.block(row.vocab, cutlass.Int32(smem.sLists[begin + i + 1])), rNext)
-                visit(cutlass.Int32(smem.sLists[begin + i]), rLogits)
+            if cutlass.const_expr(self.reread_blocks == 2):
+                self.visit_in_pairs(smem, row, popc(found), visit)
+            else:
+                self.visit_in_turn(smem, row, popc(found), visit)
             cute.arch.sync_warp()
+
+    @cute.jit
+    def visit_in_pairs(self, smem: SharedStorage, row: Row, count, visit: cutlass.Constexpr):
+        """Visit so many blocks of the warp's list, while the next two are loaded."""
+        begin = (2 * cute.arch.warp_idx() + 1) * WARP
+        rPair = cute.make_rmem_tensor((self.vector, self.loads, 2), self.dtype)
+        for one in cutlass.range_constexpr(2):
+            if one < count:
+                self.load_listed(smem, row, begin + one, rPair[None, None, one])
+        for first in cutlass.range(0, count, 2, unroll=1):
+            for one in cutlass.range_constexpr(2):
+                if first + one < count:
+                    visit(cutlass.Int32(smem.sLists[begin + first + one]), rPair[None, None, one])
+                if first + one + 2 < count:
+                    self.load_listed(smem, row, begin + first + one + 2, rPair[None, None, one])
+
+    @cute.jit
+    def load_listed(self, smem: SharedStorage, row: Row, place, rLogits: cute.Tensor):
+        """Load this lane's logits of the block at a place of the lists."""
+        self.load_block(row.logits, self.block(row.vocab, cutlass.Int32(smem.sLists[place])), rLogits)
+
+    @cute.jit
+    def visit_in_turn(self, smem: SharedStorage, row: Row, count, visit: cutlass.Constexpr):
+        """Visit so many blocks of the warp's list, while the next one is loaded."""
+        begin = (2 * cute.arch.warp_idx() + 1) * WARP
+        rNext = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
+        if count > 0:
+            self.load_listed(smem, row, begin, rNext)
+        for i in cutlass.range(count, unroll=1):
+            rLogits = cute.make_rmem_tensor((self.vector, self.loads), self.dtype)
+            for e in cutlass.range_constexpr(LOGITS_PER_LANE):
+                rLogits[e] = rNext[e]
+            if i + 1 < count:
+                self.load_listed(smem, row, begin + i + 1, rNext)
+            visit(cutlass.Int32(smem.sLists[begin + i]), rLogits)
 
     @cute.jit
     def load_block(self, logits: Logits, block, rLogits: cute.Tensor):

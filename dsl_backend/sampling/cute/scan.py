@@ -36,11 +36,16 @@ def warp_max(x):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).bitcast(cutlass.Float32)
 
 
-def warp_sum(value):
-    """The sum of the values of all lanes, uint64 below 2**43; by the integer sums of warps, which have 32 bits."""
-    low = cute.arch.warp_redux_sync(cutlass.Uint32(value & cutlass.Uint64(0xFFFF)), "add")
-    high = cute.arch.warp_redux_sync(cutlass.Uint32(value >> cutlass.Uint64(16)), "add")
-    return (cutlass.Uint64(cutlass.Uint32(high)) << cutlass.Uint64(16)) + cutlass.Uint64(cutlass.Uint32(low))
+def warp_sum(value, low_bits: int = 16):
+    """The sum of the values of all lanes, uint64; by the integer sums of warps, which have 32 bits.
+
+    Args:
+        low_bits: up to 27, that are added apart; values are below 2**(27 + low_bits).
+    """
+    shift = cutlass.Uint64(low_bits)
+    low = cute.arch.warp_redux_sync(cutlass.Uint32(value & cutlass.Uint64((1 << low_bits) - 1)), "add")
+    high = cute.arch.warp_redux_sync(cutlass.Uint32(value >> shift), "add")
+    return (cutlass.Uint64(cutlass.Uint32(high)) << shift) + cutlass.Uint64(cutlass.Uint32(low))
 
 
 @cute.jit

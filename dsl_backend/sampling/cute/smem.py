@@ -23,6 +23,7 @@ class SharedStorage(NamedTuple):
         sTotal: uint64 [16], the sum of each CTA of the cluster.
         sUpper: uint64 [16], an upper bound of the sum of each CTA.
         sLists: uint32 [64 * warps], for each warp 32 threads and 32 blocks that it visits.
+        sPacked: float32 [512 * warps], logits of a block that each warp has packed; one where configured otherwise.
         sRanks: uint32 [16], for each CTA how many of its logits are at least the token's.
         sExpSums: float32 [16], for each CTA the sum of exp(logit - the row's maximum).
         sScratch: uint64 [32, 5], for sums over the CTA.
@@ -42,6 +43,7 @@ class SharedStorage(NamedTuple):
     sTotal: cute.Tensor
     sUpper: cute.Tensor
     sLists: cute.Tensor
+    sPacked: cute.Tensor
     sRanks: cute.Tensor
     sExpSums: cute.Tensor
     sScratch: cute.Tensor
@@ -69,6 +71,7 @@ def allocate(config: ClusterConfig) -> SharedStorage:
         sTotal=tensor(u64, MAX_CLUSTER),
         sUpper=tensor(u64, MAX_CLUSTER),
         sLists=tensor(u32, 2 * config.threads),
+        sPacked=tensor(f32, max(config.packed_logits, 1)),
         sRanks=tensor(u32, MAX_CLUSTER),
         sExpSums=tensor(f32, MAX_CLUSTER),
         sScratch=tensor(u64, WARP, 5),

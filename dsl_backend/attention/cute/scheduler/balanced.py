@@ -35,8 +35,8 @@ COMBINE_TILES, COMBINE_TILES_MLA = 2, 1
 # each CTA instead of 2 took 10.6 us instead of 11.5 with 4 splits, and 13.1 instead of 12.1 with 128, on an H200; with
 # 64 rows, whose partial results are 4 tiles, 2 tiles took 20.8 us instead of 19.6 with 4.
 MAX_SPLITS_BELOW_MIN = 64
-# Combining n splits takes as long as n / SPLITS_PER_TILE key tiles, besides its fixed cost. So an output tile of several
-# key tiles is done soonest with sqrt(key tiles / SPLITS_PER_TILE) of them a split. With MLA's 64 rows and tiles of 64
+# Combining n splits takes as long as n / SPLITS_PER_TILE key tiles, besides its fixed cost. So an output tile is done
+# soonest with sqrt(key tiles / SPLITS_PER_TILE) of its key tiles a split. With MLA's 64 rows and tiles of 64
 # keys on an H200, 24 tiles of 128 heads took 15.2 us with 2 tiles a split at least and 17.3 with 4, but 128 tiles 20.9
 # and 20.4; 9 tiles of 32 heads took 15.0 with 1 and 19.8 with 2.
 SPLITS_PER_TILE = 8
