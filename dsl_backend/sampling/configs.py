@@ -21,7 +21,6 @@ SM_BYTES = 228 * 1024
 RESERVED_BYTES = 1024
 MAX_GROUPS = 256
 HISTOGRAM_BINS = 256
-LIKELIER_SUMS = ("reloaded", "all", "packed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,6 @@ class ClusterConfig:
         vector: adjacent logits of one load.
         blocks_ahead: 1: a warp loads its next block before the arithmetic of a block; 0: after it.
         reread_blocks: blocks of a warp that are in flight where a row is read again, 1 or 2.
-        likelier_sums: how a warp sums the probabilities of a block's logits from a bound on, one of LIKELIER_SUMS: each
-            lane loads its own once more; or it computes all, in registers; or the warp packs them in shared memory.
         max_candidates: that fit in shared memory. A row with more is read again as a whole.
         max_blocks: blocks of fixed_point.BLOCK logits of a CTA, whose sums are in shared memory.
     """
@@ -63,7 +60,6 @@ class ClusterConfig:
     vector: int
     blocks_ahead: int = 1
     reread_blocks: int = 1
-    likelier_sums: str = "reloaded"
     max_candidates: int = 512
     max_blocks: int = 512
 
@@ -89,17 +85,19 @@ class ClusterConfig:
         ):
             cluster *= 2
         max_blocks = max(cls.max_blocks, blocks_of(spec.vocab, cluster))
-        return cls(cluster=cluster, threads=THREADS, vector=vector, max_blocks=1 << (max_blocks - 1).bit_length())
+        return cls(
+            cluster=cluster,
+            threads=THREADS,
+            vector=vector,
+            # Measured with likeliest tokens only, whose ranks read most rows again.
+            reread_blocks=1 if spec.logprobs_mode is None else 2,
+            max_blocks=1 << (max_blocks - 1).bit_length(),
+        )
 
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
         return self.threads // WARP
-
-    @property
-    def packed_logits(self) -> int:
-        """That fit in shared memory: a block of each warp, or none."""
-        return BLOCK * self.warps if self.likelier_sums == "packed" else 0
 
     @property
     def groups(self) -> int:
@@ -117,7 +115,7 @@ class ClusterConfig:
         Group maxima, histogram, candidates (16 bytes), blocks (12), lists, packed logits, sums, scalars.
         """
         arrays = 4 * MAX_GROUPS + 4 * HISTOGRAM_BINS + 16 * self.max_candidates + 12 * self.max_blocks
-        return arrays + 4 * self.packed_logits + 8 * self.threads + 24 * MAX_CLUSTER + 5 * 8 * WARP + 4 * WARP + 256
+        return arrays + 4 * BLOCK * self.warps + 8 * self.threads + 24 * MAX_CLUSTER + 5 * 8 * WARP + 4 * WARP + 256
 
     @property
     def ctas_per_sm(self) -> int:
@@ -141,8 +139,6 @@ class ClusterConfig:
             reasons.append(f"blocks_ahead is {self.blocks_ahead}: 0 or 1 is needed")
         if self.reread_blocks not in (1, 2):
             reasons.append(f"reread_blocks is {self.reread_blocks}: 1 or 2 is needed")
-        if self.likelier_sums not in LIKELIER_SUMS:
-            reasons.append(f"likelier_sums is {self.likelier_sums!r}: one of {', '.join(LIKELIER_SUMS)} is needed")
         if not WARP <= self.threads <= 1024:
             reasons.append(f"{self.threads} threads for each CTA are not from {WARP} to 1024")
         if self.cluster > MAX_CLUSTER:

@@ -18,14 +18,10 @@ NAN, INF = float("nan"), float("inf")
 UNWRITTEN = -7
 FEW = 20
 # One CTA; two CTAs that load single logits; four; sixteen, most of which have no logit. Few candidates fit, so that
-# small vocabularies exceed them. The kinds sum what is likelier than a token in different ways.
+# small vocabularies exceed them.
 ONE = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, blocks_ahead=0, max_candidates=64))
-TWO = (
-    F16,
-    torch.int32,
-    ClusterConfig(cluster=2, threads=64, vector=1, reread_blocks=2, likelier_sums="all", max_candidates=64),
-)
-FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, likelier_sums="packed", max_candidates=64))
+TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, reread_blocks=2, max_candidates=64))
+FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, max_candidates=64))
 SIXTEEN = (F32, torch.int64, ClusterConfig(cluster=16, threads=128, vector=2, blocks_ahead=0, max_candidates=64))
 KINDS = (ONE, TWO, FOUR, SIXTEEN)
 

@@ -60,6 +60,7 @@ def test_widest_vector(dtype: torch.dtype, vocab: int, vector: int) -> None:
     ("change", "message"),
     [
         ({"blocks_ahead": 2}, "blocks_ahead is 2: 0 or 1 is needed"),
+        ({"reread_blocks": 3}, "reread_blocks is 3: 1 or 2 is needed"),
         ({"vector": 8}, "vectors of 8 logits: a divisor of 151936 up to 4 is needed"),
         ({"threads": 48}, "threads 48 is not a power of two"),
         ({"threads": 2048}, "2048 threads for each CTA are not from 32 to 1024"),

@@ -11,7 +11,7 @@ QUICK = ("sm_90a-sampling-bfloat16",)
 # Bytes of stack that are known and not yet gone.
 KNOWN = {
     f"{arch}-sampling-{dtype}-likeliest": stack
-    for arch, float32, short in (("sm_90a", 56, 24), ("sm_100a", 24, 32), ("sm_103a", 24, 32))
+    for arch, float32, short in (("sm_90a", 40, 24), ("sm_100a", 56, 24), ("sm_103a", 56, 24))
     for dtype, stack in (("float32", float32), ("bfloat16", short), ("float16", short))
 }
 IDS = [subject.id for subject in sampling_subjects()]

@@ -18,7 +18,7 @@ from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import LOGITS_PER_LANE, Row, RowReader, bits_of_draw, popc, top_p_of, write_token
+from dsl_backend.sampling.cute.row import LOGITS_PER_LANE, Row, RowReader, bits_of_draw, top_p_of, write_token
 from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, cta_sum, warp_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -56,7 +56,6 @@ class FullRowSampler:
 
     def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, radix: RadixSelect):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
-        self.likelier_sums = config.likelier_sums
         self.cluster, self.reader, self.radix = cluster, reader, radix
 
     @cute.jit
@@ -111,24 +110,9 @@ class FullRowSampler:
         if first_id <= bound_id and bound_id < first_id + constants.BLOCK:
             least = bound
             self.remove_ties(rLogits, bound, bound_id - first_id)
-        prob_sum = cutlass.Uint64(0)
-        if cutlass.const_expr(self.likelier_sums == "all"):
-            prob_sum = warp_sum(self.sum_from(row, rLogits, least), PROB_LOW_BITS)
-        elif cutlass.const_expr(self.likelier_sums == "packed"):
-            prob_sum = warp_sum(self.sum_packed(smem, row, rLogits, least), PROB_LOW_BITS)
-        else:
-            prob_sum = self.sum_reloaded(row, rLogits, least, first_id)
+        prob_sum = warp_sum(self.sum_packed(smem, row, rLogits, least), PROB_LOW_BITS)
         if cute.arch.lane_idx() == 0:
             smem.sBlockSum[index] = prob_sum
-
-    @cute.jit
-    def sum_from(self, row: Row, rLogits: cute.Tensor, least):
-        """The sum of the probabilities from a logit on that min-p keeps, of a lane's logits of a block."""
-        lane_sum = cutlass.Uint64(0)
-        for i in cutlass.range_constexpr(LOGITS_PER_LANE):
-            x = cutlass.Float32(rLogits[i])
-            lane_sum = lane_sum + self.kept_prob(row, x if x >= least else -cutlass.Float32.inf)
-        return lane_sum
 
     @cute.jit
     def kept_prob(self, row: Row, x):
@@ -140,7 +124,11 @@ class FullRowSampler:
 
     @cute.jit
     def sum_packed(self, smem: SharedStorage, row: Row, rLogits: cute.Tensor, least):
-        """The same by a column of shared memory, in which the lane's logits from a logit on lie side by side."""
+        """The sum of the probabilities from a logit on that min-p keeps, of the lane's logits of a block.
+
+        The few that count are packed in the lane's column of shared memory first, since a comparison costs less than a
+        probability, and registers have no index.
+        """
         begin = cute.arch.warp_idx() * constants.BLOCK + cute.arch.lane_idx()
         end = begin
         for i in cutlass.range_constexpr(LOGITS_PER_LANE):
@@ -153,23 +141,6 @@ class FullRowSampler:
             lane_sum = lane_sum + self.kept_prob(row, smem.sPacked[place])
         cute.arch.sync_warp()
         return lane_sum
-
-    @cute.jit
-    def sum_reloaded(self, row: Row, rLogits: cute.Tensor, least, first_id):
-        """The sum of the probabilities of a block from a logit on that min-p keeps, where few lanes have one."""
-        prob_sum = cutlass.Uint64(0)
-        found = cutlass.Uint32(0)
-        # The few that count are found first, since a comparison costs less than a probability.
-        for i in cutlass.range_constexpr(LOGITS_PER_LANE):
-            found = found | cutlass.Uint32(1 << i) if cutlass.Float32(rLogits[i]) >= least else found
-        while found != 0:
-            i = popc((found & (~found + 1)) - 1)
-            found = found & (found - 1)
-            x = self.reader.load_logit(row.logits, first_id + self.in_block(i))
-            prob = fixed_point.prob_of(x, row.reference, row.scale)
-            prob_sum = prob_sum + prob if prob >= row.min_prob else prob_sum
-        cute.arch.sync_warp()
-        return cute.arch.warp_reduction(prob_sum, add)
 
     def in_block(self, i):
         """Index in its block of a lane's logit."""

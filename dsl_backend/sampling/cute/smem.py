@@ -8,6 +8,7 @@ from cutlass import cute
 
 from dsl_backend.sampling.configs import HISTOGRAM_BINS, MAX_CLUSTER, MAX_GROUPS, ClusterConfig
 from dsl_backend.sampling.cute.scan import WARP
+from dsl_backend.sampling.fixed_point import BLOCK
 
 
 class SharedStorage(NamedTuple):
@@ -23,7 +24,7 @@ class SharedStorage(NamedTuple):
         sTotal: uint64 [16], the sum of each CTA of the cluster.
         sUpper: uint64 [16], an upper bound of the sum of each CTA.
         sLists: uint32 [64 * warps], for each warp 32 threads and 32 blocks that it visits.
-        sPacked: float32 [512 * warps], logits of a block that each warp has packed; one where configured otherwise.
+        sPacked: float32 [512 * warps], logits of a block that each warp has packed.
         sRanks: uint32 [16], for each CTA how many of its logits are at least the token's.
         sExpSums: float32 [16], for each CTA the sum of exp(logit - the row's maximum).
         sScratch: uint64 [32, 5], for sums over the CTA.
@@ -71,7 +72,7 @@ def allocate(config: ClusterConfig) -> SharedStorage:
         sTotal=tensor(u64, MAX_CLUSTER),
         sUpper=tensor(u64, MAX_CLUSTER),
         sLists=tensor(u32, 2 * config.threads),
-        sPacked=tensor(f32, max(config.packed_logits, 1)),
+        sPacked=tensor(f32, BLOCK * config.warps),
         sRanks=tensor(u32, MAX_CLUSTER),
         sExpSums=tensor(f32, MAX_CLUSTER),
         sScratch=tensor(u64, WARP, 5),

@@ -87,7 +87,8 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     heads, and as much the other way with 64.
 
     Row groups and the combine kernel for many rows together took 0.75 to 1.03 of the time without them on an H200
-    (docs/performance.md); with 16 heads and one query 1.00 to 1.03, so that these keep the other combine kernel.
+    (docs/performance.md). With 16 heads the combine kernel for many rows took 0.87 and 0.91 of the time with 4 queries
+    and 8k or 23k keys, and as long in six other rows. Short splits took 0.61 to 1.00 in 21 rows.
 
     Keys of a batch-invariant layer are evicted from L2 first, so that what CTAs fold stays there: on an H100 128
     requests of 16 heads took 264 us and not 304, of 128 heads 312 us and not 360. Its combine kernel has warps for 128
@@ -110,9 +111,10 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
         speculative_max=True,
         cluster=cluster,
         min_split_tiles=4 if head_blocks > 1 else 2,
+        short_splits=not spec.batch_invariant,
         evict_first=spec.batch_invariant,
         row_groups=not spec.batch_invariant,
-        combine_many_rows=head_blocks > 1 if spec.batch_invariant else spec.group > 16,
+        combine_many_rows=head_blocks > 1 or not spec.batch_invariant,
         fold_in_smem=folds_in_smem(spec),
     )
 
@@ -143,7 +145,8 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
             yield config
     yield replace(default_mla_config(spec), evict_first=not spec.batch_invariant)
     if not spec.batch_invariant:
-        yield replace(default_mla_config(spec), short_splits=True)
-        yield replace(default_mla_config(spec), combine_many_rows=True, short_splits=True)
+        default = default_mla_config(spec)
+        yield replace(default, short_splits=not default.short_splits)
+        yield replace(default, combine_many_rows=True, short_splits=True)
     if folds_in_smem(spec):
         yield replace(default_mla_config(spec), fold_in_smem=not default_mla_config(spec).fold_in_smem)

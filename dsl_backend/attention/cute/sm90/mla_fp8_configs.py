@@ -114,9 +114,6 @@ def fp8_mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8MlaCon
         if not config.objections(spec, smem_bytes):
             yield config
     default = default_fp8_mla_config(spec)
-    for config in (
-        replace(default, combine_many_rows=not default.combine_many_rows),
-        replace(default, short_splits=True),
-    ):
-        if not config.objections(spec, smem_bytes):
+    for config in (replace(default, combine_many_rows=True), replace(default, short_splits=True)):
+        if config != default and not config.objections(spec, smem_bytes):
             yield config
