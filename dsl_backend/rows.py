@@ -35,6 +35,7 @@ class RowConfig:
         cluster: CTAs that share a row and merge through distributed shared memory.
         ctas_per_sm: CTAs on an SM that registers are reserved for.
         use_pdl: programmatic dependent launch: the next kernel's CTAs may start while the last ones of this one run.
+        stream_loads, stream_stores: caches evict the rows' lines first: `ld.global.cs` and `st.global.cs`.
     """
 
     vector: int
@@ -44,6 +45,8 @@ class RowConfig:
     cluster: int = 1
     ctas_per_sm: int = 1
     use_pdl: bool = False
+    stream_loads: bool = False
+    stream_stores: bool = False
 
     @property
     def threads(self) -> int:

@@ -26,15 +26,47 @@ def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.
 
 
 @cute.jit
-def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor):
-    """Load one vector from global memory; fragment [elements]."""
-    cute.autovec_copy(vector_at(base, offset, cute.size(fragment)), fragment)
+def load_vector(
+    base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor, streaming: cutlass.Constexpr[bool] = False
+):
+    """Load one vector from global memory; fragment [elements].
+
+    Args:
+        streaming: caches evict its lines first.
+    """
+    source = vector_at(base, offset, cute.size(fragment))
+    if cutlass.const_expr(streaming):
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyG2ROp(),
+            fragment.element_type,
+            num_bits_per_copy=cute.size(fragment) * fragment.element_type.width,
+            load_cache_mode=cute.nvgpu.LoadCacheMode.STREAMING,
+        )
+        cute.copy(atom, source, fragment)
+    else:
+        cute.autovec_copy(source, fragment)
 
 
 @cute.jit
-def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
-    """Store one vector to global memory; fragment [elements]."""
-    cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
+def store_vector(
+    fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64, streaming: cutlass.Constexpr[bool] = False
+):
+    """Store one vector to global memory; fragment [elements].
+
+    Args:
+        streaming: caches evict its lines first.
+    """
+    target = vector_at(base, offset, cute.size(fragment))
+    if cutlass.const_expr(streaming):
+        atom = cute.make_copy_atom(
+            cute.nvgpu.CopyR2GOp(),
+            fragment.element_type,
+            num_bits_per_copy=cute.size(fragment) * fragment.element_type.width,
+            store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
+        )
+        cute.copy(atom, fragment, target)
+    else:
+        cute.autovec_copy(fragment, target)
 
 
 @cute.jit

@@ -50,6 +50,8 @@ class SoftmaxConfig(RowConfig):
         )
         if not self.two_pass and self.tile_elements < spec.width:
             reasons.append(f"holds {self.tile_elements} elements of {spec.width}")
+        if self.two_pass and self.stream_loads:
+            reasons.append("rows that are read twice are not streamed: caches would drop them between")
         return reasons
 
 

@@ -53,7 +53,7 @@ def test_a_sweep_has_the_default_and_its_rivals(width: int, dtype: torch.dtype) 
     if width == 32768 and dtype == torch.bfloat16:
         held = {(config.threads, config.cluster, config.ctas_per_sm, config.recompute) for config in configs}
         assert {(512, 2, 2, False), (256, 2, 3, False), (512, 1, 2, True)} < held
-    assert len(configs) < 32
+    assert len(configs) < 40
 
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
