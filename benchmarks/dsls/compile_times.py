@@ -88,7 +88,7 @@ def asked(task: Task, device: str, folder: Path, until: float | None) -> dict[st
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**environment(folder), "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
+            env={**os.environ, **environment(folder), "OMP_NUM_THREADS": str(os.cpu_count() or 1)},
             cwd=folder,
             start_new_session=True,
         )

@@ -75,6 +75,10 @@ class Experts(OneOutput):
         exact, naive = (reference.exact(spec, operands, dtype) for dtype in (torch.float64, out.dtype))
         return error_over_budget(out, exact, naive)
 
+    def covers(self, problem: Any) -> bool:
+        """Weights in 8 bits have scales, which docs/providers.md does not name."""
+        return bool(problem.weight is None)
+
     def hidden(self, inputs: Any) -> Any:
         return inputs
 

@@ -235,9 +235,12 @@ class Timing:
 
     def cases(self, operator: Any) -> list[Case]:
         if self.options.rows is not None:
-            return select(operator.cases(), self.options.rows)
-        group = TABLE if self.device.type == "cuda" else SMALLEST
-        return [case for case in operator.cases() if case.group == group]
+            found = select(operator.cases(), self.options.rows)
+        else:
+            group = TABLE if self.device.type == "cuda" else SMALLEST
+            found = [case for case in operator.cases() if case.group == group]
+        covers = judged(self.op).covers
+        return [case for case in found if covers(case.problem)]
 
     def peers(self, operator: Any) -> list[str]:
         """The names of the providers to compare with, this package's among them."""

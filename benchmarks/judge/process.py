@@ -24,7 +24,18 @@ from typing import Any
 from ..processes import ROOT
 
 # Variables that compilers and drivers need; everything else stays with the judge.
-KEPT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "CC", "CXX", "TRITON_INTERPRET", "PYTHONPATH")
+KEPT = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "LANG",
+    "LC_ALL",
+    "VIRTUAL_ENV",
+    "CC",
+    "CXX",
+    "TRITON_INTERPRET",
+    "PYTHONPATH",
+)
 KEPT_PREFIXES = ("CUDA", "NVIDIA_", "NV_")
 POLL_SECONDS = 0.05
 LAST_WORDS = 400

@@ -80,8 +80,19 @@ class Judged(Protocol):
         """Inputs of the benchmark without what would tell a candidate which rows are compared."""
         ...
 
+    def covers(self, problem: Any) -> bool:
+        """Whether a problem of the benchmark's is one of the operator that candidates are told of."""
+        ...
 
-class OneOutput:
+
+class EveryProblem:
+    """Of an operator whose rows are all of what candidates are told of."""
+
+    def covers(self, problem: Any) -> bool:
+        return True
+
+
+class OneOutput(EveryProblem):
     """Of an operator without further outputs."""
 
     def further(self, inputs: Any, layer: int) -> Sequence[torch.Tensor]:

@@ -12,7 +12,7 @@ from dsl_backend.norm.spec import FP8, NormTensors, Scaling
 from dsl_backend.testing.norm import F16, F32, NormCase, tensors
 from dsl_backend.testing.numerics import assert_rounded_once, error_over_budget
 
-from ..judge.registry import LAYERS, Trial
+from ..judge.registry import LAYERS, EveryProblem, Trial
 from .problems import EPS, Inputs, Problem
 
 # Sums in another order than torch's cost a few.
@@ -24,7 +24,7 @@ def trial(case: NormCase) -> Trial:
     return Trial(id=case.id, why=case.why, problem=problem, details=case)
 
 
-class Norm:
+class Norm(EveryProblem):
     """Rows with gaps between them, of all dtypes and values; the sum with a residual is an output too."""
 
     def trials(self, draw: random.Random, emulated: bool) -> Sequence[Trial]:

@@ -235,6 +235,19 @@ def test_caches_are_empty_once_and_then_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert contents == ([], ["left-1"], [], ["left-3"])
 
 
+def test_a_child_has_this_process_variables_and_its_own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some installations of torch start only with libraries that the user preloads."""
+    shown = tmp_path / "show"
+    shown.write_text('#!/bin/sh\necho "{\\"seconds\\": 1, \\"seen\\": \\"$MINE:$TRITON_CACHE_DIR\\"}"\n')
+    shown.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(shown))
+    monkeypatch.setenv("MINE", "kept")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    operator = benchmarks.operators()["softmax"]
+    task = compile_times.Task("softmax", operator.cases()[0], operator.providers([])[0])
+    assert compile_times.asked(task, "cpu", tmp_path, None)["seen"] == f"kept:{tmp_path}/cache/triton"
+
+
 PYTHON = '''
 """A module's docstring,
 of two lines."""

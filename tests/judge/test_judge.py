@@ -14,6 +14,7 @@ from rich.console import Console
 
 import benchmarks
 from benchmarks import judge
+from benchmarks.case import SMALLEST
 from benchmarks.judge import command, process, registry, shared
 
 # The others are left to `make test-rest`: each is a process that imports torch.
@@ -179,6 +180,22 @@ def test_peers_are_timed_in_the_same_way(tmp_path: pathlib.Path) -> None:
     assert set(times) == {"candidate", "dsl", "torch"}, text
     assert times["candidate"] > 2000 > 2 * times["torch"]
     assert verdict["ratio"] == pytest.approx(min(times["dsl"], times["torch"]) / times["candidate"])
+
+
+@pytest.mark.parametrize("rows", [None, "^tiny"])
+@pytest.mark.parametrize("operator", ["experts", "norm", "softmax"])
+def test_timed_rows_are_of_the_operator_that_candidates_are_told_of(
+    operator: str, rows: str | None, tmp_path: pathlib.Path
+) -> None:
+    """Experts in 8 bits have scales, of which no candidate knows."""
+    verdict = command.Verdict(candidate="", sha256="", operator=operator, device="", network="", seed=0, limits={})
+    options, cpu = judge.Options(rows=rows), torch.device("cpu")
+    timing = command.Timing(verdict, operator, options, tmp_path, cpu, process.Limits(1.0, 1))
+    table = benchmarks.operators()[operator]
+    known = {case.id: case.problem for case in table.cases() if case.group == SMALLEST}
+    kept = {case.id for case in timing.cases(table)}
+    assert kept == {name for name, problem in known.items() if getattr(problem, "weight", None) is None}
+    assert (kept != set(known)) == (operator == "experts")
 
 
 def test_shared_memory_keeps_views_and_sees_every_write(tmp_path: pathlib.Path) -> None:
