@@ -46,7 +46,7 @@ TABLES = (
     Table(
         operator="norm",
         groups=("grid",),
-        peers=("torch.compile", "Triton", "Liger", "quack", "vLLM"),
+        peers=("torch", "torch.compile", "Triton", "Liger", "FlashInfer", "quack", "vLLM"),
         compiled="grid-4096x8192",
         shows="RMSNorm, 28 shapes",
     ),
