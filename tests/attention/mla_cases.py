@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of absorbed MLA on the emulator, for the kernels of every SM."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,15 +54,23 @@ def launched(
 
 
 def emulate(
-    run: Run, seed: int, arch: str, kernel_type: type[MlaKernel], config: Any, nan_below: bool = False
+    run: Run,
+    seed: int,
+    arch: str,
+    kernel_type: type[MlaKernel],
+    config: Any,
+    nan_below: bool = False,
+    change: Callable[[Problem], None] = lambda problem: None,
 ) -> Profile:
     """Run a case and judge the result; any finding or warning raises.
 
     Args:
         config: the kernel's, where the run names none.
         nan_below: there is NaN below the windows of all of a request's rows.
+        change: of the case's problem, before it is run.
     """
     problem = run.case.problem()
+    change(problem)
     expected, magnitude = expected_of(problem, nan_below)
     target = replace(from_arch(arch), sm_count=SMS)
     kernel = kernel_type(problem.spec, target, Workspace(torch.device("cpu")), run.config or config)

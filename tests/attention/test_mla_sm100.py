@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Absorbed MLA on SM100, on the emulator: right, and without a finding, whatever lies around its data."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from dsl_backend.attention.cute.sm100.mla_host import Mla, MlaSplitKV
 from dsl_backend.attention.dispatch import Operation, choose
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import FP8, FP16, by_id, mla
+from dsl_backend.testing.inputs import Problem
 from tests.attention import mla_cases
 from tests.attention.emulated import dequant_conflicts
 from tests.attention.mla_cases import EVERYWHERE, SCHEDULES, Run, emulate
@@ -127,6 +129,23 @@ FULL = (
 )
 def test_run(seed: int, run: Run) -> None:
     emulate(run, seed, "sm_100a", MlaSplitKV if run.split else Mla, DEQUANT if run.case.fp8 else SMALL)
+
+
+def test_one_row_and_one_key_less_than_tiles() -> None:
+    """O is rescaled where the maximum of the last row alone grows, and V of a tile's one missing key is zeroed.
+
+    Behind a request's end there is NaN in two of four keys only, and not in the last one of a tile.
+    """
+    case = mla(16, id="one", q_lens=(1, 1), kv_lens=(255, 127), q_gain=30.0, why="one row, and one key")
+
+    def change(problem: Problem) -> None:
+        problem.q[:, :-1] = 0.0
+        table = problem.batch.block_table
+        assert table is not None
+        for request, length in enumerate(case.kv_lens):
+            problem.keys[int(table[request, length // case.page]), length % case.page] = math.nan
+
+    emulate(Run(case, "lazy"), 0, "sm_100a", MlaSplitKV, SMALL, change=change)
 
 
 @pytest.mark.full
