@@ -20,6 +20,8 @@ from dsl_backend.attention.spec import AttentionSpec
 
 WARP = 32
 MMA_M = 128  # rows of an MMA of one CTA
+MMA_K = 16  # keys, or elements of a head, of an MMA of 16-bit operands
+P_COLUMNS = 32  # of P that a softmax thread has in registers at a time
 TENSOR_COLUMNS = 512  # of tensor memory
 SHARED_STAGES = 3  # of stages that K and V share: for V, the next K, and the V after it
 # First warps of the roles: up to two softmax warpgroups, a correction warpgroup, single warps, a dequant warpgroup.
@@ -78,6 +80,10 @@ class DenseConfig:
         query_stages: of Q; an output leaves through the stage of its Q.
         min_split_tiles: fewest key tiles of a split.
         ex2_emulation: of each 16 exponentials, those computed on the FMA units rather than the special function units.
+        late_p_keys: keys of a tile, the last ones, whose P is handed over by itself: the MMAs of those before need not
+            wait for it. 0 for P in one piece.
+        exp2_turns: the two softmax warps of a scheduler compute their exponentials one after the other, so that the
+            tile that is needed first does not wait for half of the other one's.
         rescale_threshold: base-2 growth of row_max up to which O is not rescaled (conditional rescale).
         ctas_per_sm: 1, since a CTA has all of an SM's shared memory.
         use_clc: query tiles come from cluster launch control rather than from counters in memory.
@@ -94,6 +100,8 @@ class DenseConfig:
     shared_kv_stages: bool = False
     min_split_tiles: int = 2
     ex2_emulation: int = 4
+    late_p_keys: int = 0
+    exp2_turns: bool = False
     rescale_threshold: float = 8.0
     ctas_per_sm: int = 1
     use_clc: bool = False
@@ -145,7 +153,8 @@ class DenseConfig:
         keys = self.tile_n * columns // (CTA_PAIR if self.two_cta else 1)
         fp8_bytes = self.dequant_stages * self.tile_n * (dims + dims_v)
         pipelines = self.query_stages + 2 * self.stages + 2 * self.dequant_stages
-        barriers = MBARRIER_BYTES * (2 * pipelines + 4 * self.s_stages + 1)
+        barriers = MBARRIER_BYTES * (2 * pipelines + (5 if self.late_p_keys else 4) * self.s_stages + 1)
+        barriers += MBARRIER_BYTES * 4 * self.s_stages if self.exp2_turns else 0
         statistics = 2 * 4 * self.s_stages * MMA_M
         if self.swap_ab:
             # P goes through shared memory.
@@ -173,6 +182,10 @@ class DenseConfig:
             reasons += self.two_cta_objections(spec)
         if self.swap_ab:
             reasons += self.swap_ab_objections(spec)
+        if self.late_p_keys:
+            reasons += self.late_p_objections()
+        if self.exp2_turns and (self.softmax_warpgroups != 2 or self.alternate):
+            reasons.append("turns at exponentials need two softmax warpgroups with query rows of their own")
         if spec.batch_invariant:
             reasons += self.batch_invariant_objections()
         if self.tmem_columns(spec) > TENSOR_COLUMNS:
@@ -205,6 +218,18 @@ class DenseConfig:
             reasons.append("batch-invariant layers go without two-CTA MMAs and cluster launch control")
         return reasons
 
+    def late_p_objections(self) -> list[str]:
+        """Why P cannot be handed over in two pieces."""
+        reasons = []
+        if self.late_p_keys % P_COLUMNS or not 0 <= self.late_p_keys < self.tile_n:
+            reasons.append(
+                f"{self.late_p_keys} keys of a tile of {self.tile_n} with a late P: a multiple of {P_COLUMNS} below the "
+                "tile is possible"
+            )
+        if self.two_cta or self.swap_ab:
+            reasons.append("two-CTA MMAs and swapped operands have P in one piece: late_p_keys must be 0")
+        return reasons
+
     def shared_kv_objections(self, spec: AttentionSpec) -> list[str]:
         """Why K and V cannot share their stages."""
         reasons = []
@@ -213,8 +238,8 @@ class DenseConfig:
             reasons.append(f"K and V share their stages, and {self.stages} stages: 2 are needed")
         if self.alternate or self.dequant_stages:
             reasons.append("K and V cannot share stages if S stages alternate or the cache is fp8")
-        if padded(dims) <= padded(columns):
-            reasons.append(f"keys of {dims} elements and values of {columns} cannot share stages: keys must be wider")
+        if padded(dims) < padded(columns):
+            reasons.append(f"keys of {dims} elements and values of {columns} cannot share stages: keys are narrower")
         return reasons
 
     def two_cta_objections(self, spec: AttentionSpec) -> list[str]:

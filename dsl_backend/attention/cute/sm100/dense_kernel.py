@@ -175,7 +175,7 @@ class DenseForward(TiledKernel):
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < config.softmax_warpgroups * WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_increase(self.registers.softmax)
-            s_stage = warp // WARPS_PER_WARPGROUP
+            s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
             SoftmaxWarps(self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)

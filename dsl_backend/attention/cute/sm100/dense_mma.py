@@ -16,7 +16,7 @@ from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
-from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
+from dsl_backend.attention.cute.sm100.dense_configs import MMA_K, MMA_M
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
 from dsl_backend.attention.cute.tiles import TiledKernel
 from dsl_backend.primitives import tmem
@@ -173,11 +173,29 @@ class MmaWarp:
         """O (+)= P V, once P of the S stage is written and its O rescaled. `p_idx` counts the tiles of the S stage."""
         cute.arch.mbarrier_wait(self.barriers.p_full + s_stage, p_idx & 1)
         tmem.after_sync()
-        self.issue_pv(s_stage, kv_idx, accumulate, released)
+        if cutlass.const_expr(self.config.late_p_keys > 0):
+            k_blocks = self.kernel.tile_n // MMA_K
+            early = k_blocks - self.config.late_p_keys // MMA_K
+            self.issue_pv(s_stage, kv_idx, accumulate, [], range(early))
+            cute.arch.mbarrier_wait(self.barriers.late_p_full + s_stage, p_idx & 1)
+            tmem.after_sync()
+            self.issue_pv(s_stage, kv_idx, True, released, range(early, k_blocks))
+        else:
+            self.issue_pv(s_stage, kv_idx, accumulate, released)
 
-    def issue_pv(self, s_stage: int, kv_idx: cutlass.Int32, accumulate: bool, released: Sequence[cute.Pointer]) -> None:
+    def issue_pv(
+        self,
+        s_stage: int,
+        kv_idx: cutlass.Int32,
+        accumulate: bool,
+        released: Sequence[cute.Pointer],
+        k_blocks: range | None = None,
+    ) -> None:
+        """The MMAs of P V, of some k-blocks or all."""
         tOrV = self.tOrV[None, None, None, self.kv_stages.v_stage(kv_idx)]
-        self.mma_pv.issue(self.tmem_O[s_stage], self.tOrP[s_stage], [tOrV], accumulate, commit=released)
+        self.mma_pv.issue(
+            self.tmem_O[s_stage], self.tOrP[s_stage], [tOrV], accumulate, commit=released, steps=k_blocks
+        )
 
 
 class AlternatingMmaWarp(MmaWarp):

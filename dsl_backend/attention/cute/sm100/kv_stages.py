@@ -44,7 +44,8 @@ class SeparateKVStages:
 
 
 class SharedKVStages:
-    """Stages as wide as V, filled in turn with V tiles and with as many columns of K; and stages of K's other columns.
+    """Stages as wide as V, filled in turn with V tiles and with as many columns of K; and stages of K's other columns,
+    where it has any.
 
     V takes the stage of the K tile before its own, and K that of the V tile before that.
     """
@@ -52,14 +53,14 @@ class SharedKVStages:
     def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator):
         self.stages = kernel.config.stages
         self.sV = allocate_swizzled(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims_v, SHARED_STAGES))
-        rest = (kernel.tile_n, kernel.dims - kernel.dims_v, self.stages)
-        self.sK_rest = allocate_swizzled(
-            allocator, kernel.dtype, cute.tile_to_shape(kernel.atom(kernel.dims), rest, order=(0, 1, 2))
-        )
-        self.sK = [self.sV, self.sK_rest]
+        self.sK = [self.sV]
+        if kernel.dims > kernel.dims_v:
+            rest = (kernel.tile_n, kernel.dims - kernel.dims_v, self.stages)
+            layout = cute.tile_to_shape(kernel.atom(kernel.dims), rest, order=(0, 1, 2))
+            self.sK.append(allocate_swizzled(allocator, kernel.dtype, layout))
 
     def k_stages(self, kv_idx: cutlass.Int32) -> list[cutlass.Int32]:
-        return [stage_of(kv_idx, SHARED_STAGES), stage_of(kv_idx, self.stages)]
+        return [stage_of(kv_idx, SHARED_STAGES), stage_of(kv_idx, self.stages)][: len(self.sK)]
 
     def v_stage(self, kv_idx: cutlass.Int32) -> cutlass.Int32:
         return stage_of(kv_idx + SHARED_STAGES - 1, SHARED_STAGES)
@@ -131,8 +132,9 @@ class SharedKVLoadWarp(Sm100LoadWarp):
         sV = kv_stages.sV
         super().__init__(kernel, work_pipeline, barriers, loads, sQ, sV, sV, requests)
         self.kv_stages = kv_stages
-        self.mK_rest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(loads.mK) - 2)), loads.mK)
-        self.sK_rest = self.in_boxes(kv_stages.sK_rest, self.box, kernel.copied)
+        if len(kv_stages.sK) > 1:
+            self.mK_rest = cute.domain_offset((0, kernel.dims_v, *(0,) * (cute.rank(loads.mK) - 2)), loads.mK)
+            self.sK_rest = self.in_boxes(kv_stages.sK[1], self.box, kernel.copied)
 
     @cute.jit
     def load_item(self, work: WorkTile, tiles: cutlass.Int32):
@@ -145,14 +147,15 @@ class SharedKVLoadWarp(Sm100LoadWarp):
     @cute.jit
     def load_keys(self, work: WorkTile, tile: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
         stage = stage_of(count, self.stages)
-        k_stage, rest_stage = self.kv_stages.k_stages(count)
+        k_stage, *rest_stage = self.kv_stages.k_stages(count)
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
-        # K of the round before, whose stage this is, has been read: the V before waited for it.
-        chunks = range(self.k_chunks - self.v_chunks)
-        self.load_tile(
-            self.tma_atom_k, self.mK_rest, self.sK_rest, self.copied, chunks, work, tile, pages, rest_stage, full
-        )
+        if cutlass.const_expr(len(rest_stage) > 0):
+            # K of the round before, whose stage this is, has been read: the V before waited for it.
+            chunks = range(self.k_chunks - self.v_chunks)
+            self.load_tile(
+                self.tma_atom_k, self.mK_rest, self.sK_rest, self.copied, chunks, work, tile, pages, rest_stage[0], full
+            )
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
         chunks = range(self.v_chunks)
         self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, k_stage, full)

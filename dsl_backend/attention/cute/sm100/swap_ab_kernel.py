@@ -157,9 +157,16 @@ class SwapABMmaWarp(AlternatingMmaWarp):
         tSrQ = self.tSrQ[None, None, None, q_stage]
         self.mma_qk.issue(self.tmem_S[s_stage], tSrK, [tSrQ], False, commit=[self.barriers.s_full + s_stage, *released])
 
-    def issue_pv(self, s_stage: int, kv_idx: cutlass.Int32, accumulate: bool, released: Sequence[cute.Pointer]) -> None:
+    def issue_pv(
+        self,
+        s_stage: int,
+        kv_idx: cutlass.Int32,
+        accumulate: bool,
+        released: Sequence[cute.Pointer],
+        k_blocks: range | None = None,
+    ) -> None:
         tOrV, tOrP = self.tOrV[None, None, None, self.kv_stages.v_stage(kv_idx)], self.tOrP[None, None, None, s_stage]
-        self.mma_pv.issue(self.tmem_O[s_stage], tOrV, [tOrP], accumulate, commit=released)
+        self.mma_pv.issue(self.tmem_O[s_stage], tOrV, [tOrP], accumulate, commit=released, steps=k_blocks)
 
     def finish_work_tile(self, q_stage: cutlass.Int32) -> None:
         self.commit(self.barriers.q_empty + q_stage, self.barriers.o_full)

@@ -14,7 +14,7 @@ from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.mask import first_tile_is_masked
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.sm100.dense_barriers import TwoCtaBarriers
-from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, MMA_M, TWO_CTA_S_STAGES
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, MMA_K, MMA_M, TWO_CTA_S_STAGES
 from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp, tmem_offset_O, tmem_offset_S
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages
 from dsl_backend.attention.cute.tiles import TiledKernel
@@ -23,7 +23,6 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 BOTH_CTAS = 0b11  # multicast mask
-MMA_K = 16
 
 
 class TwoCtaMmaWarp(MmaWarp):
