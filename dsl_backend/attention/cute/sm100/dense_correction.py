@@ -68,8 +68,52 @@ class CorrectionWarps:
         self.skip_idle_warps = kernel.skip_idle_warps
         self.arrive_count = cute.make_rmem_tensor(1, cutlass.Int32) if self.skip_idle_warps else None
 
+    def run(self) -> None:
+        if self.config.query_stages > 1 and not (self.kernel.alternate or self.key.tiles_per_split):
+            self.run_ahead()
+        else:
+            self.run_in_order()
+
     @cute.jit
-    def run(self):
+    def run_ahead(self):
+        """Free O for the next work tile before this one's output is stored: there is a Q stage for each."""
+        work_idx, kv_idx = cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_idx)
+        valid = work.valid
+        if valid != 0:
+            self.begin_work_tile(work, work_idx, kv_idx)
+        while valid != 0:
+            q_stage = stage_of(work_idx, self.config.query_stages)
+            if cutlass.const_expr(self.skip_idle_warps):
+                if self.arrive_count[0] > 0:
+                    self.finish_work_tile(work, work, q_stage, work_idx, kv_idx)
+            else:
+                self.finish_work_tile(work, work, q_stage, work_idx, kv_idx)
+            # The next work tile's MMAs overwrite O.
+            tmem.before_sync()
+            kv_idx += work.n_block_max - work.n_block_min
+            work_idx += 1
+            next_work = self.work_pipeline.consume(work_idx)
+            valid = next_work.valid
+            if valid != 0:
+                self.begin_work_tile(next_work, work_idx, kv_idx)
+            self.store_tile(work, q_stage)
+            work = next_work
+
+    @cute.jit
+    def begin_work_tile(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
+        """The first P of a work tile; arguments as of correct_work_tile."""
+        self.clear_v_after_end(work, kv_idx)
+        if cutlass.const_expr(self.skip_idle_warps):
+            arrive_count = arrive_count_of(work, self.thread)
+            self.arrive_count.fill(arrive_count)
+            if arrive_count > 0:
+                self.first_ps(work, work_idx, kv_idx)
+        else:
+            self.first_ps(work, work_idx, kv_idx)
+
+    @cute.jit
+    def run_in_order(self):
         work_idx, kv_idx, odd_idx = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         split_idx = cutlass.Int32(0)
         work = self.work_pipeline.consume(work_idx)
@@ -156,19 +200,36 @@ class CorrectionWarps:
                 odd_idx + num_tiles // 2 + work_idx,
             )
         else:
-            self.clear_v_before_window(work, kv_idx, 0)
+            self.first_ps(work, work_idx, kv_idx)
+            self.finish_work_tile(whole, work, q_stage, work_idx, kv_idx)
+
+    @cute.jit
+    def first_ps(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
+        """Of all S stages; arguments as of correct_work_tile."""
+        self.clear_v_before_window(work, kv_idx, 0)
+        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+            self.first_p(s_stage, kv_idx + work_idx)
+
+    @cute.jit
+    def finish_work_tile(
+        self,
+        whole: WorkTile,
+        work: WorkTile,
+        q_stage: cutlass.Int32,
+        work_idx: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+    ):
+        """All of correct_work_tile after the first P, with its arguments."""
+        first_idx, num_tiles = kv_idx + work_idx, work.n_block_max - work.n_block_min
+        for stats_idx in cutlass.range(first_idx + 1, first_idx + num_tiles, unroll=1):
+            self.clear_v_before_window(work, kv_idx, stats_idx - first_idx)
             for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-                self.first_p(s_stage, kv_idx + work_idx)
-            first_idx = kv_idx + work_idx
-            for stats_idx in cutlass.range(first_idx + 1, first_idx + num_tiles, unroll=1):
-                self.clear_v_before_window(work, kv_idx, stats_idx - first_idx)
-                for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-                    self.next_p(s_stage, stats_idx)
-            self.wait_o(work_idx)
-            for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-                row_sum, row_max = self.final_stats(s_stage, first_idx + num_tiles)
-                row = s_stage * MMA_M + self.thread
-                self.epilogue(whole, work, row, q_stage, row_max, row_sum, [(s_stage, None)])
+                self.next_p(s_stage, stats_idx)
+        self.wait_o(work_idx)
+        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+            row_sum, row_max = self.final_stats(s_stage, first_idx + num_tiles)
+            row = s_stage * MMA_M + self.thread
+            self.epilogue(whole, work, row, q_stage, row_max, row_sum, [(s_stage, None)])
 
     @cute.jit
     def store_tile(self, work: WorkTile, q_stage: cutlass.Int32):
