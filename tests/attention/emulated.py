@@ -240,9 +240,19 @@ SHARED_RING_CASES = (
         nan_request=0,
         why="chunks of 16 elements, where the rest alone would have those of 32; a NaN stays its request's",
     ),
+    Case(
+        id="equal",
+        q_lens=(40, 270),
+        kv_lens=(250, 290),
+        heads=(2, 2),
+        dim=64,
+        page=32,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="values as wide as keys: there are no other columns",
+    ),
     Case(id="full", q_lens=(5, 130), kv_lens=(700, 0), heads=(1, 1), dim=192, dim_v=128, causality=FULL, why="no keys"),
 )
-QUICK_SHARED_RING = ("packed",)
+QUICK_SHARED_RING = ("packed", "equal")
 # Values wider than 128, by pairs of blocks of 128 query rows each.
 PAIR_CASES = (
     Case(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The emulator finds mistakes in the source of the stages that K and V share on SM100.
+"""The emulator finds mistakes in the source of SM100's dense kernel: stages that K and V share, and P in two pieces.
 
 Those in its PTX are in test_mutants.py. Here stages, waits and byte counts are wrong for every tile.
 """
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-from dsl_backend.attention.cute.sm100 import dense_correction, dense_kernel, dense_mma, kv_stages
+from dsl_backend.attention.cute.sm100 import dense_correction, dense_kernel, dense_mma, dense_softmax, kv_stages
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm100.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
@@ -65,13 +65,35 @@ MISTAKES = (
         "v_stage(kv_idx + 1)]\n            clear_rows(sV, cutlass.max",
     ),
 )
-QUICK = ("one stage for the other columns", "a phase of three stages")
+# Several work tiles, so that O is freed for the next one before an output is stored.
+LATE_CASE = Case(q_lens=(300, 290), kv_lens=(330, 300), heads=(1, 1), dim=64, page=None)
+LATE_CONFIG = DenseConfig(tile_n=64, late_p_keys=32, query_stages=2)
+
+LATE_MISTAKES = (
+    Mistake("a late P is not waited for", dense_mma, "cute.arch.mbarrier_wait(self.barriers.late_p_full", "0 * (lambda *_: 0)(self.barriers.late_p_full"),
+    Mistake("k-blocks of the late P are left out", dense_mma, "range(early, k_blocks)", "range(early, early)"),
+    Mistake("all k-blocks with the first P", dense_mma, "[], range(early))", "[], range(k_blocks))"),
+    Mistake("the late P overwrites O", dense_mma, "kv_idx, True, released, range", "kv_idx, accumulate, released, range"),
+    Mistake("P is handed over a step early", dense_softmax, "if first + P_COLUMNS == early", "if first == 0"),
+    Mistake(
+        "the late P may be under way",
+        dense_softmax,
+        "if self.config.late_p_keys:\n            p_stored()",
+        "if self.config.late_p_keys:\n            tmem.before_sync()",
+    ),
+    Mistake("the stage of the next work tile", dense_correction, "self.store_tile(work, q_stage)\n            work = next_work", "self.store_tile(next_work, q_stage)\n            work = next_work"),
+    Mistake("key tiles of the next work tile", dense_correction, "self.begin_work_tile(next_work, work_idx, kv_idx)", "self.begin_work_tile(next_work, work_idx, kv_idx + 1)"),
+)  # fmt: skip
+QUICK = ("a late P is not waited for", "one stage for the other columns", "a phase of three stages")
 # The classes of these modules that the kernel uses.
-ROLES = ("SeparateKVStages", "SharedKVStages", "SharedKVLoadWarp", "MmaWarp", "AlternatingMmaWarp", "CorrectionWarps")
+ROLES = (
+    "SeparateKVStages", "SharedKVStages", "SharedKVLoadWarp", "MmaWarp", "AlternatingMmaWarp", "SoftmaxWarps",
+    "CorrectionWarps",
+)  # fmt: skip
 
 
-def run(schedules: Iterable[int]) -> None:
-    """Run the case on a kernel compiled anew: the cached one is of other source."""
+def run(schedules: Iterable[int], case: Case, config: DenseConfig) -> None:
+    """Run a case on a kernel compiled anew: the cached one is of other source."""
 
     class Fresh(Prefill):
         @staticmethod
@@ -81,20 +103,24 @@ def run(schedules: Iterable[int]) -> None:
             )
 
     def make(planner: Planner, short: bool) -> Kernel:
-        return Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        return Fresh(planner.spec, planner.target, scratch(), config)
 
     for index in schedules:
-        emulate(CASE, "sm_100a", make, index, sms=1)
+        emulate(case, "sm_100a", make, index, sms=1)
 
 
 @pytest.mark.full
-def test_right_without_a_mistake() -> None:
-    run(range(len(SCHEDULES)))
+@pytest.mark.parametrize(("case", "config"), [(CASE, CONFIG), (LATE_CASE, LATE_CONFIG)], ids=["shared", "late"])
+def test_right_without_a_mistake(case: Case, config: DenseConfig) -> None:
+    run(range(len(SCHEDULES)), case, config)
 
 
 @pytest.mark.parametrize(
     "mistake",
-    [pytest.param(one, id=one.id, marks=() if one.id in QUICK else (pytest.mark.full,)) for one in MISTAKES],
+    [
+        pytest.param(one, id=one.id, marks=() if one.id in QUICK else (pytest.mark.full,))
+        for one in (*MISTAKES, *LATE_MISTAKES)
+    ],
 )
 def test_mistake_is_found(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = spoilt(mistake, tmp_path)
@@ -102,4 +128,4 @@ def test_mistake_is_found(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.
         if getattr(module, role, None) is not None:
             monkeypatch.setattr(dense_kernel, role, getattr(module, role))
     with pytest.raises((EmulatorError, AssertionError)):
-        run(range(len(SCHEDULES)))
+        run(range(len(SCHEDULES)), *((LATE_CASE, LATE_CONFIG) if mistake in LATE_MISTAKES else (CASE, CONFIG)))

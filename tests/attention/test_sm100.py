@@ -72,6 +72,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
         stages=stages,
         query_stages=query_stages,
         dequant_stages=dequant_stages,
+        late_p_keys=tile_n // 64 * 32 * (1 - index // 2 % 2),
     )
     if short:
         config = replace(config, alternate=softmax_warpgroups == 2, query_stages=1, min_split_tiles=1)
@@ -269,6 +270,7 @@ def sharing(planner: Planner, short: bool, index: int) -> Kernel:
         softmax_warpgroups=2 - index % 2,
         tile_n=32 + 32 * (index % 3 // 2),
         query_stages=1 + index % 2,
+        late_p_keys=32 * (index % 3 // 2),
         min_split_tiles=1,
     )
     assert config.objections(planner.spec, planner.target.smem_bytes) == []
@@ -573,7 +575,7 @@ def test_objections_to_fp8(config: DenseConfig, facts: dict[str, Any], reason: s
 @pytest.mark.parametrize(
     ("changes", "facts", "reason"),
     [
-        ({}, {"dim": 128}, "keys must be wider"),
+        ({}, {"dim": 96}, "keys are narrower"),
         ({"stages": 3}, {}, "3 stages"),
         ({"alternate": True}, {}, "S stages alternate"),
         ({"dequant_stages": 2}, {"fp8": True}, "cache is fp8"),
@@ -585,6 +587,23 @@ def test_shared_kv_objections(changes: dict[str, Any], facts: dict[str, Any], re
     spec = replace(SHARED_RING_CASES[0], **facts).spec
     config = replace(DenseConfig(shared_kv_stages=True), **changes)
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"late_p_keys": 48}, "48 keys"),
+        ({"late_p_keys": 64}, "64 keys"),
+        ({"late_p_keys": -32}, "-32 keys"),
+        ({"late_p_keys": 32, "softmax_warpgroups": 1, "two_cta": True}, "P in one piece"),
+        ({"late_p_keys": 32, "swap_ab": 16, "alternate": True}, "P in one piece"),
+    ],
+)
+def test_late_p_objections(changes: dict[str, Any], reason: str) -> None:
+    target, spec = from_arch("sm_100a"), SERVED[0].spec
+    assert DenseConfig(tile_n=64, late_p_keys=32).objections(spec, target.smem_bytes) == []
+    config = replace(DenseConfig(tile_n=64), **changes)
+    assert any(reason in objection for objection in config.objections(spec, target.smem_bytes))
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (192, 64), (176, 112), (144, 128), (224, 32), (208, 48)])

@@ -34,7 +34,6 @@ class Barriers(NamedTuple):
         s_full: S of an S stage, in tensor memory.
         p_full: P of an S stage is in tensor memory, and its O is rescaled, or free for a new work tile.
         late_p_full: P of the tile's last keys is too, where p_full is of those before.
-        exp2_done: a softmax warp's exponentials of a tile, by S stage and warp.
         o_full: O of all S stages is complete.
         stats_full, stats_empty: a row's statistics in shared memory, from softmax to correction warps.
     """
@@ -57,7 +56,6 @@ class Barriers(NamedTuple):
     v_loaded: cute.Pointer | None = None
     v_taken: cute.Pointer | None = None
     late_p_full: cute.Pointer | None = None
-    exp2_done: cute.Pointer | None = None
 
 
 class TwoCtaBarriers(NamedTuple):
@@ -134,8 +132,6 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
     }
     if config.late_p_keys:
         arrays["late_p_full"] = MbarArray(s_stages, row_threads)
-    if config.exp2_turns:
-        arrays["exp2_done"] = MbarArray(softmax_warps, 1)
     if config.dequant_stages:
         arrays |= dequant_mbar_arrays("kv", config.dequant_stages, dequant_warps)
     return arrays

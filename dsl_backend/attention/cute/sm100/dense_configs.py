@@ -82,8 +82,6 @@ class DenseConfig:
         ex2_emulation: of each 16 exponentials, those computed on the FMA units rather than the special function units.
         late_p_keys: keys of a tile, the last ones, whose P is handed over by itself: the MMAs of those before need not
             wait for it. 0 for P in one piece.
-        exp2_turns: the two softmax warps of a scheduler compute their exponentials one after the other, so that the
-            tile that is needed first does not wait for half of the other one's.
         rescale_threshold: base-2 growth of row_max up to which O is not rescaled (conditional rescale).
         ctas_per_sm: 1, since a CTA has all of an SM's shared memory.
         use_clc: query tiles come from cluster launch control rather than from counters in memory.
@@ -101,7 +99,6 @@ class DenseConfig:
     min_split_tiles: int = 2
     ex2_emulation: int = 4
     late_p_keys: int = 0
-    exp2_turns: bool = False
     rescale_threshold: float = 8.0
     ctas_per_sm: int = 1
     use_clc: bool = False
@@ -154,7 +151,6 @@ class DenseConfig:
         fp8_bytes = self.dequant_stages * self.tile_n * (dims + dims_v)
         pipelines = self.query_stages + 2 * self.stages + 2 * self.dequant_stages
         barriers = MBARRIER_BYTES * (2 * pipelines + (5 if self.late_p_keys else 4) * self.s_stages + 1)
-        barriers += MBARRIER_BYTES * 4 * self.s_stages if self.exp2_turns else 0
         statistics = 2 * 4 * self.s_stages * MMA_M
         if self.swap_ab:
             # P goes through shared memory.
@@ -184,8 +180,6 @@ class DenseConfig:
             reasons += self.swap_ab_objections(spec)
         if self.late_p_keys:
             reasons += self.late_p_objections()
-        if self.exp2_turns and (self.softmax_warpgroups != 2 or self.alternate):
-            reasons.append("turns at exponentials need two softmax warpgroups with query rows of their own")
         if spec.batch_invariant:
             reasons += self.batch_invariant_objections()
         if self.tmem_columns(spec) > TENSOR_COLUMNS:
@@ -223,8 +217,8 @@ class DenseConfig:
         reasons = []
         if self.late_p_keys % P_COLUMNS or not 0 <= self.late_p_keys < self.tile_n:
             reasons.append(
-                f"{self.late_p_keys} keys of a tile of {self.tile_n} with a late P: a multiple of {P_COLUMNS} below the "
-                "tile is possible"
+                f"{self.late_p_keys} keys of a tile of {self.tile_n} with a late P: a multiple of {P_COLUMNS}, and fewer "
+                "than the tile has, are possible"
             )
         if self.two_cta or self.swap_ab:
             reasons.append("two-CTA MMAs and swapped operands have P in one piece: late_p_keys must be 0")
@@ -290,11 +284,15 @@ def long_query_config(spec: AttentionSpec) -> DenseConfig:
     if widest > 256:
         # 128 rows of queries are more than half of shared memory.
         return DenseConfig(softmax_warpgroups=1, tile_n=32, stages=2)
+    # Two stages of Q and P in two pieces: by the emulator's clock (docs/emulator-clock.md).
     if widest <= 96:
-        return DenseConfig(stages=2)
+        return DenseConfig(stages=2, query_stages=2, late_p_keys=32)
     # MMAs of wider heads take longer than seven eighths of the exponentials.
     if widest <= 128:
-        return DenseConfig(stages=2, ex2_emulation=2)
+        wide = DenseConfig(ex2_emulation=2, late_p_keys=64)
+        # Three stages of keys and values leave room for a second one of queries.
+        shares = padded(spec.head_dim) >= padded(spec.head_dim_v)
+        return replace(wide, query_stages=2, shared_kv_stages=True) if shares else wide
     if spec.head_dim_v <= 128:
         if widest > 192:
             # 256 rows of queries leave no room for three shared stages and those of K's other columns.
@@ -325,7 +323,7 @@ def batch_invariant_split_config(spec: AttentionSpec) -> DenseConfig:
     long = batch_invariant_config(spec)
     widest = max(spec.head_dim, spec.head_dim_v)
     stages = 2 if spec.is_fp8_kv or widest > 128 else 6 if widest <= 64 else 3
-    return replace(long, softmax_warpgroups=1, shared_kv_stages=False, stages=stages)
+    return replace(long, softmax_warpgroups=1, shared_kv_stages=False, stages=stages, query_stages=1)
 
 
 def few_rows_config(spec: AttentionSpec, smem_bytes: int) -> DenseConfig | None:

@@ -193,9 +193,7 @@ class MmaWarp:
     ) -> None:
         """The MMAs of P V, of some k-blocks or all."""
         tOrV = self.tOrV[None, None, None, self.kv_stages.v_stage(kv_idx)]
-        self.mma_pv.issue(
-            self.tmem_O[s_stage], self.tOrP[s_stage], [tOrV], accumulate, commit=released, steps=k_blocks
-        )
+        self.mma_pv.issue(self.tmem_O[s_stage], self.tOrP[s_stage], [tOrV], accumulate, commit=released, steps=k_blocks)
 
 
 class AlternatingMmaWarp(MmaWarp):

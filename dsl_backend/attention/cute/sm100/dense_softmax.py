@@ -12,8 +12,8 @@ from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_o
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline, q_head_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_barriers import WARPS_PER_WARPGROUP, AnyBarriers
-from dsl_backend.attention.cute.sm100.dense_configs import MMA_M, P_COLUMNS, WARP
+from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
+from dsl_backend.attention.cute.sm100.dense_configs import MMA_M, P_COLUMNS
 from dsl_backend.attention.cute.sm100.dense_mma import tmem_offset_S
 from dsl_backend.attention.cute.sm100.idle_warps import arrive, arrive_count_of
 from dsl_backend.attention.cute.tiles import TiledKernel
@@ -62,7 +62,6 @@ class SoftmaxWarps:
         # The emulation's error is far below that of 16-bit outputs, and far above that of a float32 LSE.
         self.ex2_emulation = 0 if kernel.key.lse else kernel.config.ex2_emulation
         self.thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.warp = cute.arch.make_warp_uniform(self.thread // WARP)
         self.row = self.thread if kernel.alternate else s_stage * MMA_M + self.thread
         self.tmem_offset = tmem_offset_S(kernel, 1) * s_stage
         self.skip_idle_warps = kernel.skip_idle_warps
@@ -184,29 +183,8 @@ class SoftmaxWarps:
         acc_scale = exp2(row_max_prev * self.score_mod.softmax_scale_log2 - row_max_scaled)
         self.sStats[self.thread, ACC_SCALE, s_stage] = acc_scale
         arrive(self.barriers.stats_full + s_stage, self.arrive_count)
-        self.begin_exp2(s_idx)
         p_sum = self.store_p(scores, row_max_scaled, 0 if masked else self.ex2_emulation, tmem_offset, s_stage)
         self.row_sum[0] = self.row_sum[0] * acc_scale + (p_sum[0] + p_sum[1])
-
-    @cute.jit
-    def begin_exp2(self, s_idx: cutlass.Int32):
-        """Wait for the other S stage's exponentials of the same rows of the scheduler: 0 goes before 1."""
-        if cutlass.const_expr(self.config.exp2_turns):
-            other = 1 - self.s_stage
-            cute.arch.mbarrier_wait(self.exp2_done(other), (s_idx + other) & 1)
-
-    def end_exp2(self) -> None:
-        """The warp has issued its exponentials of a tile."""
-        if self.config.exp2_turns:
-            cute.arch.inline_ptx(
-                "{ .reg .pred leader; elect.sync _|leader, 0xffffffff; "
-                "@leader mbarrier.arrive.shared.b64 _, [{$r0}]; }",
-                read_only_args=[self.exp2_done(self.s_stage).toint()],
-            )
-
-    def exp2_done(self, s_stage: cutlass.Int32 | int) -> cute.Pointer:
-        """The mbarrier of this warp, and of the one with the same rows of the other S stage."""
-        return self.barriers.exp2_done + (s_stage * WARPS_PER_WARPGROUP + self.warp)
 
     def s_stage_of(self, s_idx: cutlass.Int32) -> tuple:
         """Of a key tile: the S stage, the phase of its mbarriers, the first column of S in tensor memory."""
@@ -223,7 +201,7 @@ class SoftmaxWarps:
         tmem_offset: cutlass.Int32 | int,
         s_stage: cutlass.Int32 | int,
     ) -> Pair:
-        """Store P over S and hand it over, few columns at a time, so that few are in registers; the row's sum, as a pair."""
+        """Store P over S, few columns at a time, so that few are in registers, and hand it over; its sum, as a pair."""
         sums: list = []
         early = self.kernel.tile_n - self.config.late_p_keys
         for first in range(0, self.kernel.tile_n, P_COLUMNS):
@@ -235,8 +213,6 @@ class SoftmaxWarps:
             rP.store(rP_f32.load().to(self.kernel.dtype_v))
             rP_words = cute.recast_tensor(rP, cutlass.Float32)
             tmem.store(rP_words, self.tmem_ptr, tmem_offset + first // 2, self.thread)
-            if first + P_COLUMNS == early:
-                self.end_exp2()
             for j, pair in enumerate(zip(probs[::2], probs[1::2], strict=True)):
                 if len(sums) < ROW_SUMS:
                     sums.append(pair)
