@@ -70,20 +70,42 @@ LATE_CASE = Case(q_lens=(300, 290), kv_lens=(330, 300), heads=(1, 1), dim=64, pa
 LATE_CONFIG = DenseConfig(tile_n=64, late_p_keys=32, query_stages=2)
 
 LATE_MISTAKES = (
-    Mistake("a late P is not waited for", dense_mma, "cute.arch.mbarrier_wait(self.barriers.late_p_full", "0 * (lambda *_: 0)(self.barriers.late_p_full"),
+    Mistake(
+        "a late P is not waited for",
+        dense_mma,
+        "cute.arch.mbarrier_wait(self.barriers.late_p_full + s_stage, p_idx & 1)",
+        "pass",
+    ),
     Mistake("k-blocks of the late P are left out", dense_mma, "range(early, k_blocks)", "range(early, early)"),
     Mistake("all k-blocks with the first P", dense_mma, "[], range(early))", "[], range(k_blocks))"),
-    Mistake("the late P overwrites O", dense_mma, "kv_idx, True, released, range", "kv_idx, accumulate, released, range"),
-    Mistake("P is handed over a step early", dense_softmax, "if first + P_COLUMNS == early", "if first == 0"),
+    Mistake(
+        "the late P overwrites O", dense_mma, "kv_idx, True, released, range", "kv_idx, accumulate, released, range"
+    ),
+    Mistake(
+        "the first P may be under way",
+        dense_softmax,
+        "== early:\n                p_stored()",
+        "== early:\n                tmem.before_sync()",
+    ),
     Mistake(
         "the late P may be under way",
         dense_softmax,
         "if self.config.late_p_keys:\n            p_stored()",
         "if self.config.late_p_keys:\n            tmem.before_sync()",
     ),
-    Mistake("the stage of the next work tile", dense_correction, "self.store_tile(work, q_stage)\n            work = next_work", "self.store_tile(next_work, q_stage)\n            work = next_work"),
-    Mistake("key tiles of the next work tile", dense_correction, "self.begin_work_tile(next_work, work_idx, kv_idx)", "self.begin_work_tile(next_work, work_idx, kv_idx + 1)"),
-)  # fmt: skip
+    Mistake(
+        "rows of the next work tile",
+        dense_correction,
+        "self.store_tile(work, q_stage)\n            work = next_work",
+        "self.store_tile(next_work, q_stage)\n            work = next_work",
+    ),
+    Mistake(
+        "statistics of a later tile",
+        dense_correction,
+        "self.begin_work_tile(next_work, work_idx, kv_idx)",
+        "self.begin_work_tile(next_work, work_idx, kv_idx + 1)",
+    ),
+)
 QUICK = ("a late P is not waited for", "one stage for the other columns", "a phase of three stages")
 # The classes of these modules that the kernel uses.
 ROLES = (
