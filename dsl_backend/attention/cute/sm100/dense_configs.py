@@ -217,8 +217,8 @@ class DenseConfig:
         reasons = []
         if self.late_p_keys % P_COLUMNS or not 0 <= self.late_p_keys < self.tile_n:
             reasons.append(
-                f"{self.late_p_keys} keys of a tile of {self.tile_n} with a late P: a multiple of {P_COLUMNS}, and fewer "
-                "than the tile has, are possible"
+                f"{self.late_p_keys} keys of a tile of {self.tile_n} with a late P: a multiple of {P_COLUMNS} is "
+                "possible, if the tile has more"
             )
         if self.two_cta or self.swap_ab:
             reasons.append("two-CTA MMAs and swapped operands have P in one piece: late_p_keys must be 0")
@@ -298,7 +298,8 @@ def long_query_config(spec: AttentionSpec) -> DenseConfig:
             # 256 rows of queries leave no room for three shared stages and those of K's other columns.
             return DenseConfig(tile_n=96, stages=2, ex2_emulation=2)
         # MMAs over 256 columns in all take as long as all exponentials.
-        return DenseConfig(shared_kv_stages=True, ex2_emulation=0 if spec.head_dim + spec.head_dim_v > 256 else 2)
+        ex2_emulation = 0 if spec.head_dim + spec.head_dim_v > 256 else 2
+        return DenseConfig(shared_kv_stages=True, ex2_emulation=ex2_emulation, late_p_keys=32)
     if padded(spec.head_dim_v) % (CTA_PAIR * 16) == 0:
         return DenseConfig(softmax_warpgroups=1, two_cta=True)
     return DenseConfig(softmax_warpgroups=1, tile_n=64, stages=2)

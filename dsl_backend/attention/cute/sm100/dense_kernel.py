@@ -176,7 +176,7 @@ class DenseForward(TiledKernel):
         if warp < config.softmax_warpgroups * WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_increase(self.registers.softmax)
             # S stage 0 comes first, and of two warps that could issue a scheduler is said to take the younger one
-            # (arXiv 2503.20481): the second warpgroup has it. By the clock 5 to 10 % of the time.
+            # (arXiv 2503.20481): the second warpgroup has it. By the clock 1 to 10 % of the time.
             s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
             SoftmaxWarps(self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
