@@ -90,8 +90,8 @@ LATE_MISTAKES = (
     Mistake(
         "the late P may be under way",
         dense_softmax,
-        "if self.config.late_p_keys:\n            p_stored()",
-        "if self.config.late_p_keys:\n            tmem.before_sync()",
+        "is not None\n            p_stored()",
+        "is not None\n            tmem.before_sync()",
     ),
     Mistake(
         "rows of the next work tile",

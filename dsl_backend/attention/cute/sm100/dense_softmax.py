@@ -222,8 +222,10 @@ class SoftmaxWarps:
                 p_stored()
                 self.arrive_p_full(s_stage)
         if self.config.late_p_keys:
+            late_p_full = self.barriers.late_p_full
+            assert late_p_full is not None
             p_stored()
-            arrive(self.barriers.late_p_full + s_stage, self.arrive_count)
+            arrive(late_p_full + s_stage, self.arrive_count)
         return tree_reduce(sums, add_pair)
 
     def exp2_scaled(
