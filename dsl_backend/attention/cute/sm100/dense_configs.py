@@ -365,6 +365,7 @@ def split_tiles(spec: AttentionSpec) -> DenseConfig:
 TRIED_TILES = (32, 64, 96, 128)
 TRIED_EX2_EMULATION = (0, 2, 4, 8)
 TRIED_DEQUANT_STAGES = (2, 4, 6)
+TRIED_LATE_P_KEYS = (32, 64)
 MOST_STAGES = 8
 
 
@@ -397,9 +398,11 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig]:
             spec,
             smem_bytes,
         )
-    with_clc = replace(default_config(spec), use_clc=True)
-    if not with_clc.objections(spec, smem_bytes):
-        yield with_clc
+    default = default_config(spec)
+    others = [replace(default, late_p_keys=keys) for keys in TRIED_LATE_P_KEYS if keys != default.late_p_keys]
+    for other in (*others, replace(default, use_clc=True)):
+        if not other.objections(spec, smem_bytes):
+            yield other
 
 
 def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig]:
