@@ -267,7 +267,7 @@ def sharing(planner: Planner, short: bool, index: int) -> Kernel:
     """K and V share their stages, with tiles so small that every stage is used again."""
     config = DenseConfig(
         shared_kv_stages=True,
-        softmax_warpgroups=2 - index % 2,
+        softmax_warpgroups=2 - (index + index // 2) % 2,
         tile_n=32 + 32 * (index % 3 // 2),
         query_stages=1 + index % 2,
         late_p_keys=32 * (index % 3 // 2),

@@ -69,7 +69,9 @@ class CorrectionWarps:
         self.arrive_count = cute.make_rmem_tensor(1, cutlass.Int32) if self.skip_idle_warps else None
 
     def run(self) -> None:
-        if self.config.query_stages > 1 and not (self.kernel.alternate or self.key.tiles_per_split):
+        # Idle warps meet the others where an output is stored: otherwise they could be a phase ahead.
+        one_order = self.skip_idle_warps or self.kernel.alternate or self.key.tiles_per_split
+        if self.config.query_stages > 1 and not one_order:
             self.run_ahead()
         else:
             self.run_in_order()
@@ -84,11 +86,7 @@ class CorrectionWarps:
             self.begin_work_tile(work, work_idx, kv_idx)
         while valid != 0:
             q_stage = stage_of(work_idx, self.config.query_stages)
-            if cutlass.const_expr(self.skip_idle_warps):
-                if self.arrive_count[0] > 0:
-                    self.finish_work_tile(work, work, q_stage, work_idx, kv_idx)
-            else:
-                self.finish_work_tile(work, work, q_stage, work_idx, kv_idx)
+            self.finish_work_tile(work, work, q_stage, work_idx, kv_idx)
             # The next work tile's MMAs overwrite O.
             tmem.before_sync()
             kv_idx += work.n_block_max - work.n_block_min
@@ -104,13 +102,7 @@ class CorrectionWarps:
     def begin_work_tile(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
         """The first P of a work tile; arguments as of correct_work_tile."""
         self.clear_v_after_end(work, kv_idx)
-        if cutlass.const_expr(self.skip_idle_warps):
-            arrive_count = arrive_count_of(work, self.thread)
-            self.arrive_count.fill(arrive_count)
-            if arrive_count > 0:
-                self.first_ps(work, work_idx, kv_idx)
-        else:
-            self.first_ps(work, work_idx, kv_idx)
+        self.first_ps(work, work_idx, kv_idx)
 
     @cute.jit
     def run_in_order(self):
