@@ -19,8 +19,12 @@ UNWRITTEN = -7
 FEW = 20
 # One CTA; two CTAs that load single logits; four; sixteen, most of which have no logit. Few candidates fit, so that
 # small vocabularies exceed them.
-ONE = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, blocks_ahead=0, max_candidates=64))
-TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, reread_blocks=2, max_candidates=64))
+ONE = (
+    F32,
+    torch.int64,
+    ClusterConfig(cluster=1, threads=64, vector=4, blocks_ahead=0, reread_blocks=2, max_candidates=64),
+)
+TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, max_candidates=64))
 FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, max_candidates=64))
 SIXTEEN = (F32, torch.int64, ClusterConfig(cluster=16, threads=128, vector=2, blocks_ahead=0, max_candidates=64))
 KINDS = (ONE, TWO, FOUR, SIXTEEN)
