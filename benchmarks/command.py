@@ -136,6 +136,14 @@ def check_peers(names: str | None, chosen: Sequence[Any]) -> None:
         raise ValueError(f"no peer {', '.join(unknown)}: choose from {', '.join(known)}, all, none")
 
 
+def check_rows(pattern: str | None) -> None:
+    """Raises ValueError if the text of `--rows` is not a regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ValueError(f"--rows {pattern!r} is not a regular expression: {error}") from None
+
+
 def check_kernels(names: Sequence[str], selections: Sequence["Selection"]) -> None:
     """Raises ValueError if a kernel of this package is in no dispatch table of the chosen operators."""
     for index, name in enumerate(names):
@@ -392,10 +400,7 @@ def check_options(names: Sequence[str], known: Mapping[str, Any], options: Optio
     for name in names:
         if name not in known:
             raise ValueError(f"no benchmark {name!r}: choose from {', '.join(known)}")
-    try:
-        re.compile(options.rows or "")
-    except re.error as error:
-        raise ValueError(f"--rows {options.rows!r} is not a regular expression: {error}") from None
+    check_rows(options.rows)
     without = [name for name in names if options.held_out and name not in held_out.PEERS]
     if without:
         raise ValueError(f"{', '.join(without)} has no held-out rows: choose from {', '.join(held_out.PEERS)}")

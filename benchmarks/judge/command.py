@@ -133,6 +133,7 @@ def check_options(candidate: pathlib.Path, op: str, options: Options) -> None:
     if options.arch is not None:
         arches.named(options.arch)
     command.check_peers(options.peers, [command.operators()[op]])
+    command.check_rows(options.rows)
 
 
 def judge(candidate: pathlib.Path, op: str, options: Options, console: Console) -> Verdict:

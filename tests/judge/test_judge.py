@@ -102,6 +102,7 @@ def test_every_nudge_changes_the_result(operator: str) -> None:
         (("candidate.py", "rope", {}), "no operator 'rope' is judged: choose from softmax"),
         (("candidate.py", "softmax", {"arch": "sm_80"}), "choose from sm_90a, sm_100a"),
         (("candidate.py", "softmax", {"peers": "nobody"}), "no peer nobody"),
+        (("candidate.py", "softmax", {"rows": "("}), "--rows '(' is not a regular expression: missing )"),
     ],
 )
 def test_a_wrong_use_is_refused(
