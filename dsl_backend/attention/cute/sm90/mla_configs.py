@@ -145,8 +145,6 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
             yield config
     yield replace(default_mla_config(spec), evict_first=not spec.batch_invariant)
     if not spec.batch_invariant:
-        default = default_mla_config(spec)
-        yield replace(default, short_splits=not default.short_splits)
-        yield replace(default, combine_many_rows=True, short_splits=True)
+        yield replace(default_mla_config(spec), short_splits=not default_mla_config(spec).short_splits)
     if folds_in_smem(spec):
         yield replace(default_mla_config(spec), fold_in_smem=not default_mla_config(spec).fold_in_smem)
