@@ -458,7 +458,10 @@ def without_projection() -> nn.Module:
         (without_projection, "MLP has 0 merged projections beside its activation: 1 is needed"),
         (lambda: changed("forward", print), "another forward was put into MLP"),
         (lambda: changed("act_fn.forward", print), "another forward was put into SiluAndMul"),
-        (lambda: MLP(SiluAndMulWithClamp(float("inf"))), "Swiglu's limit is inf: a finite number is needed"),
+        (
+            lambda: MLP(SiluAndMulWithClamp(float("inf"))),
+            "Swiglu's limit is inf: a finite number of at least 0 is needed",
+        ),
     ],
 )
 def test_what_stays(make: Callable[[], nn.Module], says: str, fused: Any) -> None:
