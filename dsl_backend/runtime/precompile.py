@@ -220,9 +220,9 @@ class Ahead:
         """
         new = [spec for spec in todo if str(spec) not in self._seen]
         self._seen |= {str(spec) for spec in new}
-        self._claim = self._claim or claim_of(new)
         if not new or toolkit.missing() or not toolkit.keeps_files():
             return 0
+        self._claim = self._claim or claim_of(new)
         disk = cache.usable()
         if disk is None or not disk.is_writable():
             return 0

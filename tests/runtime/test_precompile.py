@@ -307,6 +307,7 @@ class TestAhead:
         """Another rank, or another engine of this node with the same model."""
         with cache.open_cache().claim(precompile.claim_of([spec(threads=64), spec()])) as ours:
             assert ours
+            ahead.add([])
             ahead.add([spec(), spec(threads=64)])
             ahead.wait()
             ahead.add([spec(threads=96)])
