@@ -2,6 +2,7 @@
 """Vectorised copies between global memory and registers, zero-fill of shared memory, and stores to a peer CTA."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -25,6 +26,12 @@ def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.
     return cute.make_tensor(pointer, cute.make_layout(elements))
 
 
+def copy_vector(operation: Any, source: cute.Tensor, target: cute.Tensor, options: dict[str, Any]) -> None:
+    """Copy one vector by an operation with these options of its copy atom."""
+    bits = cute.size(source) * source.element_type.width
+    cute.copy(cute.make_copy_atom(operation, source.element_type, num_bits_per_copy=bits, **options), source, target)
+
+
 @cute.jit
 def load_vector(
     base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor, streaming: cutlass.Constexpr[bool] = False
@@ -36,13 +43,8 @@ def load_vector(
     """
     source = vector_at(base, offset, cute.size(fragment))
     if cutlass.const_expr(streaming):
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyG2ROp(),
-            fragment.element_type,
-            num_bits_per_copy=cute.size(fragment) * fragment.element_type.width,
-            load_cache_mode=cute.nvgpu.LoadCacheMode.STREAMING,
-        )
-        cute.copy(atom, source, fragment)
+        evict_first = {"load_cache_mode": cute.nvgpu.LoadCacheMode.STREAMING}
+        copy_vector(cute.nvgpu.CopyG2ROp(), source, fragment, evict_first)
     else:
         cute.autovec_copy(source, fragment)
 
@@ -58,13 +60,8 @@ def store_vector(
     """
     target = vector_at(base, offset, cute.size(fragment))
     if cutlass.const_expr(streaming):
-        atom = cute.make_copy_atom(
-            cute.nvgpu.CopyR2GOp(),
-            fragment.element_type,
-            num_bits_per_copy=cute.size(fragment) * fragment.element_type.width,
-            store_cache_mode=cute.nvgpu.StoreCacheMode.STREAMING,
-        )
-        cute.copy(atom, fragment, target)
+        evict_first = {"store_cache_mode": cute.nvgpu.StoreCacheMode.STREAMING}
+        copy_vector(cute.nvgpu.CopyR2GOp(), fragment, target, evict_first)
     else:
         cute.autovec_copy(fragment, target)
 

@@ -29,10 +29,8 @@ def without_fp8_products(spec: AttentionSpec) -> list[str]:
 
 def fp8_tile_objections(tile_n: int, p_offset: float) -> list[str]:
     """Why a kernel with products in 8 bits cannot have tiles of so many keys and such a P; empty where it can."""
-    reasons = p_offset_objections(p_offset)
-    if tile_n % FP8_K_BLOCK:
-        reasons.insert(0, f"tiles of {tile_n} keys: a multiple of {FP8_K_BLOCK} is possible")
-    return reasons
+    tiles = [f"tiles of {tile_n} keys: a multiple of {FP8_K_BLOCK} is possible"] if tile_n % FP8_K_BLOCK else []
+    return tiles + p_offset_objections(p_offset)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,12 +139,13 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
         )
         if not config.objections(spec, smem_bytes):
             yield config
+    default = default_mla_config(spec)
     for row_groups, many_rows in ((True, False), (False, True), (True, True)):
-        config = replace(default_mla_config(spec), row_groups=row_groups, combine_many_rows=many_rows)
+        config = replace(default, row_groups=row_groups, combine_many_rows=many_rows)
         if not config.objections(spec, smem_bytes):
             yield config
-    yield replace(default_mla_config(spec), evict_first=not spec.batch_invariant)
+    yield replace(default, evict_first=not spec.batch_invariant)
     if not spec.batch_invariant:
-        yield replace(default_mla_config(spec), short_splits=not default_mla_config(spec).short_splits)
+        yield replace(default, short_splits=not default.short_splits)
     if folds_in_smem(spec):
-        yield replace(default_mla_config(spec), fold_in_smem=not default_mla_config(spec).fold_in_smem)
+        yield replace(default, fold_in_smem=not default.fold_in_smem)
