@@ -32,7 +32,7 @@ from . import (
     verification,
 )
 from .case import Case, Provider, select
-from .held_out import compile_ahead, summary
+from .held_out import compile_ahead, random_rows, summary
 
 # The share of `limit_seconds` that compiling ahead may take.
 COMPILE_SHARE = 0.5
@@ -56,6 +56,7 @@ class Options:
         prepare_seconds: a provider that is not ready after so many seconds is skipped.
         flush: overwrite the last-level cache before each replay.
         held_out: measure the held-out rows instead of the operators' own; without operators, those of all.
+        held_out_seed: of the random held-out rows.
         limit_seconds: start no row after so many seconds. Every operator gets a share of them.
         commit: of the code, if it is not in a git checkout.
         only_list: print the rows and providers, and measure nothing.
@@ -74,6 +75,7 @@ class Options:
     flush: bool = False
     seed: int = 0
     held_out: bool = False
+    held_out_seed: int = random_rows.SEED
     limit_seconds: float | None = None
     commit: str | None = None
     only_list: bool = False
@@ -295,7 +297,7 @@ def begin(
 ) -> dict[str, Any]:
     """Gathers the facts of this machine and writes them as the first line."""
     gathered = facts.gather(device, options.commit)
-    names = ("page_size", "seconds", "flush", "held_out", "limit_seconds")
+    names = ("page_size", "seconds", "flush", "held_out", "held_out_seed", "limit_seconds")
     sources = {one.operator.name: {column.name: column.source for column in one.providers} for one in selections}
     lines.write(
         {"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}, "providers": sources}
@@ -404,6 +406,8 @@ def check_options(names: Sequence[str], known: Mapping[str, Any], options: Optio
     without = [name for name in names if options.held_out and name not in held_out.PEERS]
     if without:
         raise ValueError(f"{', '.join(without)} has no held-out rows: choose from {', '.join(held_out.PEERS)}")
+    if options.held_out_seed != random_rows.SEED and not options.held_out:
+        raise ValueError("--held-out-seed draws rows for --held-out: name both")
     if not names and options.report_path is None and not options.only_list and not options.held_out:
         raise ValueError(f"no benchmark is named: choose from {', '.join(known)}")
     if options.sources and options.report_path is None and not options.held_out:
@@ -465,7 +469,7 @@ def select_columns(operator: Any, options: Options, added: Sequence[Provider] = 
     own = [provider.name for provider in available[: max(1, len(options.kernel_names))]]
     known, rows, peers = operator.cases(), options.rows, options.peers
     if options.held_out:
-        known, rows = held_out.cases(operator.name, options.page_size), rows or ""
+        known, rows = held_out.cases(operator.name, options.page_size, options.held_out_seed), rows or ""
         peers = peers or ",".join(held_out.PEERS[operator.name])
     cases = select(known, rows, with_sweeps=options.report_path is not None)
     always = [*own, *(provider.name for provider in added)]

@@ -14,6 +14,7 @@ from rich.console import Console
 from . import command, dsls
 from .command import DEFAULTS, Options, operators
 from .dsls import command as compare
+from .held_out import random_rows
 
 PROG = "python -m benchmarks"
 Number = TypeVar("Number", int, float)
@@ -75,6 +76,12 @@ def parse(arguments: Sequence[str], prog: str = PROG) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0)")
     parser.add_argument(
         "--held-out", action="store_true", help="rows that nothing is tuned for; what is slower than a peer first"
+    )
+    parser.add_argument(
+        "--held-out-seed",
+        type=int,
+        default=random_rows.SEED,
+        help=f"another seed draws new random rows (default: {random_rows.SEED})",
     )
     parser.add_argument("--commit", help="commit of the code, if it is not in a git checkout")
     parser.add_argument("--limit-seconds", type=at_least(float, 0), help="start no row after so many seconds")

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that nothing is tuned for: `dsl-backend bench --held-out`.
 
-The group `lost` has the rows in which a peer was faster once; the group `random` was drawn from a seed. `compile_ahead`
-compiles the kernels of all rows and peers in parallel. `summary` prints what is slower than the best peer first.
+The group `lost` has the rows in which a peer was faster once; the group `random` is drawn from a seed. Another seed
+gives a new list: rows of the default one were used to choose configurations, once they had been measured.
+`compile_ahead` compiles the kernels of all rows and peers in parallel. `summary` prints what is slower than the best
+peer first.
 """
 
 from typing import Any
@@ -10,7 +12,6 @@ from typing import Any
 from ..case import Case, case_of
 from . import lost_rows, random_rows
 
-GROUPS = {"lost": lost_rows.problems, "random": random_rows.problems}
 # Operator -> the peers that run by default. They are those that were the fastest in some row. The others compile for
 # minutes for each shape (torch.compile), or for seconds and were the fastest in no row (TRITON_ATTN, TRITON_MLA).
 PEERS = {
@@ -23,10 +24,14 @@ PEERS = {
 }
 
 
-def cases(operator: str, page_size: int) -> list[Case[Any]]:
-    """The rows of an operator, the lost ones first; none if it has none."""
+def cases(operator: str, page_size: int, seed: int = random_rows.SEED) -> list[Case[Any]]:
+    """The rows of an operator, the lost ones first; none if it has none.
+
+    Args:
+        seed: of the random rows. With another one than the default, lost rows are left out.
+    """
+    lost = lost_rows.problems(operator, page_size) if seed == random_rows.SEED else ()
     return [
-        case_of(name, problem, group)
-        for group, problems in GROUPS.items()
-        for name, problem in problems(operator, page_size)
+        *(case_of(name, problem, "lost") for name, problem in lost),
+        *(case_of(name, problem, "random") for name, problem in random_rows.problems(operator, page_size, seed)),
     ]

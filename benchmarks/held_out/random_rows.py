@@ -174,9 +174,10 @@ FAMILIES: Mapping[str, Callable[[Draw, int, int], tuple[str, Any]]] = {
 }
 
 
-def problems(operator: str, page_size: int) -> Iterator[tuple[str, Any]]:
-    """(name, problem) of an operator's rows; none if it has no list."""
+def problems(operator: str, page_size: int, seed: int = SEED) -> Iterator[tuple[str, Any]]:
+    """(name, problem) of an operator's rows; none if it has no list. Names of another seed's rows have the seed."""
     if operator in FAMILIES:
+        prefix = "" if seed == SEED else f"{seed}-"
         for index in range(COUNTS[operator]):
-            name, problem = FAMILIES[operator](Draw(SEED, operator, index), index, page_size)
-            yield f"{index:02}-{name}", problem
+            name, problem = FAMILIES[operator](Draw(seed, operator, index), index, page_size)
+            yield f"{prefix}{index:02}-{name}", problem

@@ -81,6 +81,21 @@ def test_ids_and_peers_exist(operator: str) -> None:
     assert set(held_out.PEERS[operator]) <= {peer.name for peer in benchmarks.operators()[operator].providers([])}
 
 
+@pytest.mark.parametrize("operator", random_rows.COUNTS)
+def test_another_seed_draws_other_rows(operator: str) -> None:
+    first, other = held_out.cases(operator, 16), held_out.cases(operator, 16, 29)
+    assert len(other) == random_rows.COUNTS[operator]
+    assert not {case.id for case in first} & {case.id for case in other}
+    shapes = {case.id.partition("29-")[2].partition("-")[2] for case in other}
+    assert len(shapes - {case.id.split("-", 2)[2] for case in first}) > len(shapes) / 2
+
+
+def test_a_seed_without_held_out_rows_is_refused() -> None:
+    console = Console(file=io.StringIO())
+    assert command.main("softmax", options=command.Options(held_out_seed=29), console=console) == 2
+    assert "--held-out-seed draws rows for --held-out: name both" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_mla_rows() -> None:
     found = problems("mla-decode")
     assert {problem.heads_q for problem in found} == {16, 32, 64, 128}
