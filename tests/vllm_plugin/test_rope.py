@@ -273,6 +273,30 @@ def test_graphs_are_cut_where_the_cache_is_written(served: Any) -> None:
     assert whole.splitting_ops == []
 
 
+def test_captured_pieces_read_no_tensor_of_an_operator_at_a_cut(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece reads its inputs where they were when it was captured; what runs between pieces would move them."""
+    from vllm.compilation.backends import split_graph
+
+    step, cut = Step(Plain(), monkeypatch), [serve.DENSE.attends, f"dsl_backend::{method.NAME}"]
+    served(step.module)
+    traced: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    step.module.forward = torch.compile(step.module.forward, fullgraph=True, backend=backend)
+    step.run()
+    (graph,) = traced
+    pieces = split_graph(graph, cut)[1]
+    between = [piece.graph for piece in pieces if piece.is_splitting_graph]
+    assert len(between) >= 1
+    assert any(str(node.target).startswith(f"dsl_backend.{method.NAME}") for one in between for node in one.graph.nodes)
+    for one in between:
+        (output,) = (node for node in one.graph.nodes if node.op == "output")
+        assert not output.all_input_nodes, f"{output.all_input_nodes} are made where graphs are cut"
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

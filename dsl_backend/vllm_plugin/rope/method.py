@@ -21,13 +21,16 @@ def rope_write_kv(
     cos_sin: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
-    q_size: int,
+    out: torch.Tensor,
     layer_name: str,
-) -> torch.Tensor:
-    """Rotated queries [tokens, q_size]; keys and values go to the cache of the layer of that name.
+) -> None:
+    """Rotated queries to out [tokens, queries]; keys and values go to the cache of the layer of that name.
 
     The cache and the slots are those of vLLM's forward context, as for its own operator that writes the cache. Without
     slots (vLLM's profiling run) queries stay as they are.
+
+    It makes no tensor. vLLM cuts graphs at this operator and captures what follows, up to attention, in a CUDA graph
+    that reads the queries where they were when it was captured. `out` comes from the graph in front and stays there.
     """
     from vllm.model_executor.layers.attention.attention import get_attention_context
 
@@ -36,9 +39,9 @@ def rope_write_kv(
     sizes = rotation.form.sizes
     parts = qkv.split_with_sizes(sizes, 1)
     q, key, value = (part.view(len(qkv), -1, layer.head_size) for part in parts)
-    out = qkv.new_empty((len(qkv), q_size))
     if slots is None or cache.numel() == 0:
-        return out.copy_(parts[0])
+        out.copy_(parts[0])
+        return
     keys, values = layer.impl.split(cache)
     spec = with_page_size(rotation.spec, keys.shape[1])
     fp8 = spec.layer.is_fp8_kv
@@ -47,7 +50,6 @@ def rope_write_kv(
         layer._k_scale if fp8 else None, layer._v_scale if fp8 else None,
     )  # fmt: skip
     rope.writer(spec, slots.device, rotation.kernel)(tensors, rotation.eps)
-    return out
 
 
 def rope_write_kv_fake(
@@ -56,13 +58,13 @@ def rope_write_kv_fake(
     cos_sin: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
-    q_size: int,
+    out: torch.Tensor,
     layer_name: str,
-) -> torch.Tensor:
-    return qkv.new_empty((qkv.shape[0], q_size))
+) -> None:
+    return
 
 
-ROPE_WRITE_KV = register_op(NAME, rope_write_kv, fake=rope_write_kv_fake)
+ROPE_WRITE_KV = register_op(NAME, rope_write_kv, fake=rope_write_kv_fake, mutates=("out",))
 
 
 def with_page_size(spec: SpecT, page_size: int) -> SpecT:
@@ -82,12 +84,13 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     qkv, _ = getattr(module, form.projection)(given[form.hidden])
     attention = getattr(module, form.attention)
     weights = [None, None] if form.norms is None else [getattr(module, name).weight.data for name in form.norms]
-    q = ROPE_WRITE_KV(
+    q = qkv.new_empty((qkv.shape[0], form.sizes[0]))
+    ROPE_WRITE_KV(
         qkv,
         given[form.positions],
         getattr(module, form.rotary).cos_sin_cache,
         *weights,
-        form.sizes[0],
+        q,
         attention.layer_name,
     )
     output, _ = getattr(module, form.output)(attention(q, None, None))
