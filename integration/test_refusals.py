@@ -122,7 +122,7 @@ COMMANDS = (
         last=(
             f"{REFUSED} these options:",
             "  - additional_config['dsl'] is not valid: attention_kernel: 'fastest' is not one of cute, cute-fp8, "
-            "triton, reference; mla_latent_queries: Input should be greater than 0; kernel: unknown key " + KEYS,
+            "triton, reference; mla_latent_queries: Input should be greater than 0, not 0; kernel: unknown key " + KEYS,
         ),
     ),
     Command(

@@ -92,14 +92,6 @@ def against_kernels(vllm_config: Any, key: str, target: Target) -> str:
     return ""
 
 
-def against_unmeasured(vllm_config: Any, key: str, what: str) -> str:
-    """Why an option leaves to vLLM what was not measured on any GPU; empty where `dsl` is asked for."""
-    served_by = getattr(of(vllm_config), key)
-    if served_by is ServedBy.VLLM:
-        return f"additional_config['dsl']['{key}'] is vllm"
-    return "" if served_by is ServedBy.DSL else f"{what} was not measured in served models: {asked(key)}"
-
-
 def asked(key: str) -> str:
     """How a user has dsl serve what an option names."""
     return f"""--additional-config '{{"dsl": {{"{key}": "dsl"}}}}' has dsl serve them"""

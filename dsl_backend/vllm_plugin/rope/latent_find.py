@@ -20,7 +20,7 @@ from dsl_backend.vllm_plugin.rope.latent_source import LatentForm, latent_form_o
 
 def reasons_against_engine(vllm_config: Any, target: Target) -> str:
     """Why no MLA layer of an engine is served, whatever its model; empty where nothing is against it."""
-    reasons = [options.against_unmeasured(vllm_config, "rope", "MLA's norm, rotation and cache write in one launch")]
+    reasons = [options.against_kernels(vllm_config, "rope", target)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         reasons.append("calculate_kv_scales reads the keys that a layer hands to its attention")
     if getattr(getattr(vllm_config.model_config, "hf_text_config", None), "llama_4_scaling", None) is not None:
