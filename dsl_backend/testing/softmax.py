@@ -171,13 +171,6 @@ CASES = [
         why="16-bit maxima two at a time, no column outside; launches overlap",
     ),
     SoftmaxCase(
-        id="streamed",
-        rows=3,
-        width=770,
-        config=spread(770, 2, 64, stream_loads=True, stream_stores=True),
-        why="loads and stores whose lines caches evict first; columns outside",
-    ),
-    SoftmaxCase(
         id="overlap-special",
         rows=9,
         width=300,
