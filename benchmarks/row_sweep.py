@@ -3,21 +3,11 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import TypeVar
 
-from dsl_backend.rows import RowConfig, ceil_div, power_of_2
+from dsl_backend.rows import ceil_div, power_of_2
 
 NARROW = 1024  # row width up to which a thread may have fewer elements
 PART = 8192  # elements of one CTA of a cluster
-
-Config = TypeVar("Config", bound=RowConfig)
-
-
-def streamed(config: Config) -> Iterator[Config]:
-    """The same with loads, stores or both whose lines caches evict first."""
-    for loads, stores in ((True, False), (False, True), (True, True)):
-        yield replace(config, stream_loads=loads, stream_stores=stores)
 
 
 def spreads(

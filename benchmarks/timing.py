@@ -83,7 +83,8 @@ class GraphTimer:
     """Replays a CUDA graph of launches that cycles through the layers.
 
     Each layer is in the graph equally often. As in the graph of a served model, kernels run back to back, and the gaps
-    between them are part of the time.
+    between them are part of the time. A provider that allocates its outputs has as many as there are layers, and one
+    more: a single one that each launch frees would stay in the cache, and its bytes would never reach the memory.
     """
 
     def __init__(self, launch: Launch, layers: int, flush: torch.Tensor | None = None) -> None:
@@ -106,6 +107,8 @@ class GraphTimer:
                 result = self.launch.run(index % self.layers)
                 if index < self.layers:
                     self.results.append(result)
+                else:
+                    self.results[index % self.layers] = result
 
     def sample(self) -> float:
         if self.flush is not None:

@@ -35,7 +35,6 @@ class RowConfig:
         cluster: CTAs that share a row and merge through distributed shared memory.
         ctas_per_sm: CTAs on an SM that registers are reserved for.
         use_pdl: programmatic dependent launch: the next kernel's CTAs may start while the last ones of this one run.
-        stream_loads, stream_stores: caches evict the rows' lines first: `ld.global.cs` and `st.global.cs`.
     """
 
     vector: int
@@ -45,8 +44,6 @@ class RowConfig:
     cluster: int = 1
     ctas_per_sm: int = 1
     use_pdl: bool = False
-    stream_loads: bool = False
-    stream_stores: bool = False
 
     @property
     def threads(self) -> int:

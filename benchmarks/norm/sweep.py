@@ -21,7 +21,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 
 from .. import sweep, timing
 from ..case import Case, select
-from ..row_sweep import spreads, streamed
+from ..row_sweep import spreads
 from ..sweep import Contest, Ready
 from .problems import EPS, Problem, build, reference
 from .rows import cases
@@ -34,7 +34,6 @@ def candidates(spec: NormSpec, smem_bytes: int) -> Iterator[NormConfig]:
     """The configurations that fit, the default first, each with registers for one CTA on an SM and for the most."""
     default = default_config(spec)
     yield default
-    yield from streamed(default)
     vector = widest_vector(spec)
     for vectors, threads, rows, cluster in spreads(spec.width, vector, THREADS, FEWEST, MOST):
         one = NormConfig(

@@ -20,7 +20,7 @@ from dsl_backend.softmax.spec import SoftmaxSpec
 
 from .. import sweep, timing
 from ..case import Case, select
-from ..row_sweep import spreads, streamed
+from ..row_sweep import spreads
 from ..sweep import Contest, Ready
 from .problems import Problem, build, reference
 from .rows import cases
@@ -34,7 +34,6 @@ def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
     default = default_config(spec)
     yield default
     yield dataclasses.replace(default, use_pdl=not default.use_pdl)
-    yield from (one for one in streamed(default) if not one.objections(spec, smem_bytes))
     vector = widest_vector(spec)
     for vectors, threads, rows, cluster in spreads(spec.width, vector, THREADS, FEWEST, MOST):
         held = SoftmaxConfig(

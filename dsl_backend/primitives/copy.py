@@ -2,7 +2,6 @@
 """Vectorised copies between global memory and registers, zero-fill of shared memory, and stores to a peer CTA."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -26,44 +25,16 @@ def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.
     return cute.make_tensor(pointer, cute.make_layout(elements))
 
 
-def copy_vector(operation: Any, source: cute.Tensor, target: cute.Tensor, options: dict[str, Any]) -> None:
-    """Copy one vector by an operation with these options of its copy atom."""
-    bits = cute.size(source) * source.element_type.width
-    cute.copy(cute.make_copy_atom(operation, source.element_type, num_bits_per_copy=bits, **options), source, target)
+@cute.jit
+def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor):
+    """Load one vector from global memory; fragment [elements]."""
+    cute.autovec_copy(vector_at(base, offset, cute.size(fragment)), fragment)
 
 
 @cute.jit
-def load_vector(
-    base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor, streaming: cutlass.Constexpr[bool] = False
-):
-    """Load one vector from global memory; fragment [elements].
-
-    Args:
-        streaming: caches evict its lines first.
-    """
-    source = vector_at(base, offset, cute.size(fragment))
-    if cutlass.const_expr(streaming):
-        evict_first = {"load_cache_mode": cute.nvgpu.LoadCacheMode.STREAMING}
-        copy_vector(cute.nvgpu.CopyG2ROp(), source, fragment, evict_first)
-    else:
-        cute.autovec_copy(source, fragment)
-
-
-@cute.jit
-def store_vector(
-    fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64, streaming: cutlass.Constexpr[bool] = False
-):
-    """Store one vector to global memory; fragment [elements].
-
-    Args:
-        streaming: caches evict its lines first.
-    """
-    target = vector_at(base, offset, cute.size(fragment))
-    if cutlass.const_expr(streaming):
-        evict_first = {"store_cache_mode": cute.nvgpu.StoreCacheMode.STREAMING}
-        copy_vector(cute.nvgpu.CopyR2GOp(), fragment, target, evict_first)
-    else:
-        cute.autovec_copy(fragment, target)
+def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
+    """Store one vector to global memory; fragment [elements]."""
+    cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
 
 
 @cute.jit

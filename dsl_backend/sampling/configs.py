@@ -51,6 +51,7 @@ class ClusterConfig:
         vector: adjacent logits of one load.
         blocks_ahead: 1: a warp loads its next block before the arithmetic of a block; 0: after it.
         reread_blocks: blocks of a warp that are in flight where a row is read again, 1 or 2.
+        reread_backward: they are read from the last one, which is the likeliest to be in the L2 cache still.
         max_candidates: that fit in shared memory. A row with more is read again as a whole.
         max_blocks: blocks of fixed_point.BLOCK logits of a CTA, whose sums are in shared memory.
     """
@@ -60,6 +61,7 @@ class ClusterConfig:
     vector: int
     blocks_ahead: int = 1
     reread_blocks: int = 1
+    reread_backward: bool = False
     max_candidates: int = 512
     max_blocks: int = 512
 
@@ -89,8 +91,10 @@ class ClusterConfig:
             cluster=cluster,
             threads=THREADS,
             vector=vector,
-            # Measured with likeliest tokens only, whose ranks read most rows again.
+            # Measured with likeliest tokens only, whose ranks read most rows again. With top-p alone two blocks are
+            # 2 % slower (H200).
             reread_blocks=1 if spec.logprobs_mode is None else 2,
+            reread_backward=spec.logprobs_mode is not None,
             max_blocks=1 << (max_blocks - 1).bit_length(),
         )
 

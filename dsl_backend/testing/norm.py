@@ -269,14 +269,6 @@ CASES = [
         config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True),
         why="launches overlap; no column outside",
     ),
-    NormCase(
-        id="streamed",
-        rows=3,
-        width=770,
-        residual=True,
-        config=spread(770, 2, 64, stream_loads=True, stream_stores=True),
-        why="loads and stores whose lines caches evict first; columns outside",
-    ),
     # --- types ---
     NormCase(id="bf16-f32", rows=3, width=264, out_dtype=F32, why="wider output"),
     NormCase(id="f32-bf16", rows=3, width=264, dtype=F32, out_dtype=BF16, residual=True, why="narrower output"),

@@ -22,7 +22,9 @@ FEW = 20
 ONE = (
     F32,
     torch.int64,
-    ClusterConfig(cluster=1, threads=64, vector=4, blocks_ahead=0, reread_blocks=2, max_candidates=64),
+    ClusterConfig(
+        cluster=1, threads=64, vector=4, blocks_ahead=0, reread_blocks=2, reread_backward=True, max_candidates=64
+    ),
 )
 TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, max_candidates=64))
 FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, max_candidates=64))

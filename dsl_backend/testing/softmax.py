@@ -170,13 +170,8 @@ CASES = [
         config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True),
         why="16-bit maxima two at a time, no column outside; launches overlap",
     ),
-    SoftmaxCase(
-        id="streamed",
-        rows=3,
-        width=770,
-        config=spread(770, 2, 64, stream_loads=True, stream_stores=True),
-        why="loads and stores whose lines caches evict first; columns outside",
-    ),
+    SoftmaxCase(id="two-vectors", rows=2, width=4096, dtype=BF16, why="16 elements a thread in one CTA"),
+    SoftmaxCase(id="two-vectors-cluster", rows=1, width=16384, dtype=BF16, why="the same in a cluster of four"),
     SoftmaxCase(
         id="overlap-special",
         rows=9,

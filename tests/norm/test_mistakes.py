@@ -33,7 +33,7 @@ class Found:
     case: NormCase
 
 
-STORED = "self.in_columns(i, first, width):\n                self.store(rOut"
+STORED = "self.in_columns(i, first, width):\n                store_vector(rOut"
 IN_KERNEL = (
     ("a maximum without signs", "tree_max([absolute(value) for", "tree_max([value for", CLUSTER),
     (

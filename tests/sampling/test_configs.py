@@ -11,7 +11,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling import dispatch
 from dsl_backend.sampling.configs import ClusterConfig, cluster_configs, widest_vector
-from dsl_backend.sampling.spec import SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
 
 H200 = from_arch("sm_90a")
 QWEN = SamplingSpec(vocab=151936)
@@ -28,6 +28,11 @@ def test_cluster_of_a_row(rows: int, top_p_alone: bool, cluster: int) -> None:
     assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
     assert config.blocks_ahead == 1, "faster on an H200 with 100 and 256 rows of float32 too (docs/performance.md)"
     assert config.objections(QWEN, H200) == []
+
+
+def test_ranks_are_counted_from_the_row_s_end() -> None:
+    ranked = ClusterConfig.default(replace(QWEN, logprobs_mode=LogprobsMode.RAW_LOGPROBS), H200, 256, 4)
+    assert (ranked.reread_blocks, ranked.reread_backward) == (2, True)
 
 
 @pytest.mark.parametrize(("vocab", "cluster"), [(1, 1), (8192, 1), (8193, 2), (32768, 4), (151936, 16)])

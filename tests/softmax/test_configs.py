@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,15 +45,21 @@ def test_every_width_is_served(dtype: torch.dtype, out_dtype: torch.dtype) -> No
 
 
 def test_threads_and_clusters_of_a_width() -> None:
-    def level(width: int) -> tuple[int, int]:
-        config = default_config(spec(width))
+    def level(width: int, **more: Any) -> tuple[int, int]:
+        config = default_config(replace(spec(width), **more))
         return config.threads_per_row, config.cluster
 
     assert level(8) == (1, 1)
     assert level(128) == (8, 1)
     assert level(1024) == (32, 1)
-    assert level(4096) == (128, 1)
-    assert level(16384) == (512, 1)
+    assert level(2048) == (64, 1)
+    assert level(4096) == (256, 1)
+    assert level(4096, log=True) == (128, 1)
+    assert level(4096, out_dtype=torch.float32) == (128, 1)
+    assert level(4104) == (256, 1)
+    assert level(8192) == (512, 1)
+    assert level(16384) == (256, 4)
+    assert level(16384, vector=4) == (512, 1)
     assert level(32768) == (256, 2)
     assert level(65536) == (256, 4)
     assert level(128256) == (256, 16)
@@ -66,6 +73,9 @@ def test_ctas_on_an_sm() -> None:
         config = default_config(spec(width, dtype))
         return config.vectors_per_thread, config.ctas_per_sm, config.recompute
 
+    assert found(4096) == (2, 8, False)
+    assert found(8192) == (2, 4, False)
+    assert found(16384) == (2, 8, False)
     assert found(20552) == (6, 4, False)
     assert found(26240) == (7, 3, False)
     assert found(32768) == (8, 3, False)

@@ -97,18 +97,18 @@ class RMSNorm:
         rW = None
         if cutlass.const_expr(self.weight_dtype is not None):
             # No kernel of a step writes weights: they need not wait for the one before.
-            rW = self.load(args.weight, cutlass.Int64(0), first, width, first < width, False)
+            rW = self.load(args.weight, cutlass.Int64(0), first, width, first < width)
         if cutlass.const_expr(config.use_pdl):
             dependent_launch.launch_dependents()
             dependent_launch.wait()
-        rZ = self.load(args.x, row_start(args.x, row), first, width, active, config.stream_loads)
+        rZ = self.load(args.x, row_start(args.x, row), first, width, active)
         if cutlass.const_expr(self.residual):
-            rR = self.load(args.residual, row_start(args.residual, row), first, width, active, config.stream_loads)
+            rR = self.load(args.residual, row_start(args.residual, row), first, width, active)
             self.add(rZ, rR)
             residual_start = row_start(args.residual_out, row)
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 if in_rows and self.in_columns(i, first, width):
-                    self.store(rZ[None, i], args.residual_out, residual_start + first + i * self.step)
+                    store_vector(rZ[None, i], args.residual_out.iterator, residual_start + first + i * self.step)
         if cutlass.const_expr(not self.exact):
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 if first + i * self.step >= width:
@@ -134,16 +134,14 @@ class RMSNorm:
             else:
                 rOut = to_e4m3(values * inverse)
             if in_rows and self.in_columns(i, first, width):
-                self.store(rOut, args.out, out_start + first + i * self.step)
+                store_vector(rOut, args.out.iterator, out_start + first + i * self.step)
 
     def in_columns(self, i: int, first, width):
         """Whether vector i of a thread is within its row."""
         return True if self.exact else first + i * self.step < width
 
     @cute.jit
-    def load(
-        self, tensor: cute.Tensor, start: cutlass.Int64, first, width, active, streaming: cutlass.Constexpr[bool]
-    ) -> cute.Tensor:
+    def load(self, tensor: cute.Tensor, start: cutlass.Int64, first, width, active) -> cute.Tensor:
         """Load a thread's vectors of a row that begins at `start`; zeros where the thread is not active.
 
         Vectors past the end load the thread's first one, so that no load waits for a branch of its own. Another
@@ -157,12 +155,8 @@ class RMSNorm:
                 offset = start + first + i * self.step
                 if cutlass.const_expr(not self.exact):
                     offset = offset if first + i * self.step < width else start + first
-                load_vector(tensor.iterator, offset, fragment[None, i], streaming)
+                load_vector(tensor.iterator, offset, fragment[None, i])
         return fragment
-
-    def store(self, fragment: cute.Tensor, tensor: cute.Tensor, offset):
-        """Store a vector of an output."""
-        store_vector(fragment, tensor.iterator, offset, self.config.stream_stores)
 
     def add(self, rZ: cute.Tensor, rR: cute.Tensor):
         """Add the residual in float32, rounded to the input's type."""

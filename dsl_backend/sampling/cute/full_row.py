@@ -63,13 +63,8 @@ class FullRowSampler:
         """How many of the CTA's logits are at least x, uint64."""
         rFound = cute.make_rmem_tensor(1, cutlass.Uint32)
         rFound[0] = cutlass.Uint32(0)
-        self.reader.for_each_block(smem, row, partial(self.may_have, smem, x), partial(self.add_count, rFound, x))
+        self.reader.for_each_block(smem, row, x, partial(self.add_count, rFound, x))
         return cta_sum(cutlass.Uint64(rFound[0]), smem.sScratch[None, 3], self.warps)
-
-    @cute.jit
-    def may_have(self, smem: SharedStorage, x, index):
-        """Whether a block may have a logit of at least x. Its maximum is finite where it is infinite."""
-        return cutlass.Float32(smem.sBlockMax[index]) >= fixed_point.finite(x)
 
     @cute.jit
     def add_count(self, rFound: cute.Tensor, x, index, rLogits: cute.Tensor):
@@ -97,9 +92,7 @@ class FullRowSampler:
         for index in cutlass.range(cute.arch.thread_idx()[0], self.reader.blocks(row.vocab), self.threads, unroll=1):
             smem.sBlockSum[index] = cutlass.Uint64(0)
         cta_barrier()
-        self.reader.for_each_block(
-            smem, row, partial(self.may_have, smem, bound), partial(self.sum_block, smem, row, bound, bound_id)
-        )
+        self.reader.for_each_block(smem, row, bound, partial(self.sum_block, smem, row, bound, bound_id))
 
     @cute.jit
     def sum_block(self, smem: SharedStorage, row: Row, bound, bound_id, index, rLogits: cute.Tensor):

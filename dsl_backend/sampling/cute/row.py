@@ -110,6 +110,7 @@ class RowReader:
     def __init__(self, config: ClusterConfig, cluster: Cluster, dtype: type[cutlass.Numeric], exp_sums: bool = False):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
         self.blocks_ahead, self.reread_blocks = bool(config.blocks_ahead), config.reread_blocks
+        self.reread_backward = config.reread_backward
         self.loads = constants.BLOCK // (WARP * config.vector)
         self.cluster, self.dtype, self.exp_sums = cluster, dtype, exp_sums
 
@@ -201,20 +202,21 @@ class RowReader:
     # --- blocks and logits ---
 
     @cute.jit
-    def for_each_block(self, smem: SharedStorage, row: Row, is_needed: cutlass.Constexpr, visit: cutlass.Constexpr):
-        """Call visit(index, rLogits) for each block of the warp that is needed. The next one is loaded before.
+    def for_each_block(self, smem: SharedStorage, row: Row, bound, visit: cutlass.Constexpr):
+        """Call visit(index, rLogits) for each block of the warp with a logit of at least a bound.
+
+        The next ones are loaded before. A block's maximum is finite where it is infinite.
 
         Args:
-            is_needed: whether a block of an index in the CTA is. It is called by one lane.
             visit: by all lanes, each with its logits [vector, loads].
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         blocks, begin = self.blocks(row.vocab), (2 * warp + 1) * WARP
         for first in cutlass.range(warp, blocks, self.warps * WARP, unroll=1):
-            index = first + lane * self.warps
+            index = first + (WARP - 1 - lane if cutlass.const_expr(self.reread_backward) else lane) * self.warps
             needed = cutlass.Boolean(False)
             if index < blocks:
-                needed = is_needed(index)
+                needed = cutlass.Float32(smem.sBlockMax[index]) >= fixed_point.finite(bound)
             found = cutlass.Uint32(cute.arch.vote_ballot_sync(needed))
             self.write_list(smem.sLists, begin, found, index)
             cute.arch.sync_warp()

@@ -55,7 +55,7 @@ class Softmax:
             config.tile_elements,
         )
         self.threads, self.ctas_per_sm, self.recompute = config.threads, config.ctas_per_sm, config.recompute
-        self.use_pdl, self.stream_loads, self.stream_stores = config.use_pdl, config.stream_loads, config.stream_stores
+        self.use_pdl = config.use_pdl
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
 
     @cute.jit
@@ -147,10 +147,10 @@ class Softmax:
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             offset = i * (self.tile_elements // self.vectors_per_thread)
             if cutlass.const_expr(self.exact):
-                load_vector(base, own + offset, rX[None, i], self.stream_loads)
+                load_vector(base, own + offset, rX[None, i])
             else:
                 inside = own + offset if first + offset < width else row_start
-                load_vector(base, inside, rX[None, i], self.stream_loads)
+                load_vector(base, inside, rX[None, i])
         if cutlass.const_expr(not self.exact):
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 if first + i * (self.tile_elements // self.vectors_per_thread) >= width:
@@ -168,7 +168,7 @@ class Softmax:
             from_float32(values(i), rOut)
             offset = i * (self.tile_elements // self.vectors_per_thread)
             if in_bounds and (cutlass.const_expr(self.exact) or first + offset < width):
-                store_vector(rOut, base, row_start + first + offset, self.stream_stores)
+                store_vector(rOut, base, row_start + first + offset)
 
     @cute.jit
     def scan(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width, tiles) -> MaxSum:
