@@ -192,6 +192,7 @@ def attention_subjects() -> Iterator[Subject]:
     """Layers that a CuTe DSL kernel serves: short queries; long ones by claims, CLC or splits; the longest."""
     from dsl_backend.attention import dispatch
     from dsl_backend.attention.cute.sm90.dense_configs import extend_config, long_query_config
+    from dsl_backend.attention.cute.sm90.fp8_configs import long_query_fp8_config
     from dsl_backend.attention.cute.sm100 import dense_configs as sm100
     from dsl_backend.runtime.target import from_arch
 
@@ -207,7 +208,8 @@ def attention_subjects() -> Iterator[Subject]:
                         kinds += ["longest"] if long_query_config(case.spec) else []
                         # On SM100 it is the kernel for short queries.
                         kinds += ["extend"] if extend_config(case.spec) else []
-                        kinds += ["e4m3"] if not dispatch.fp8_products(case.spec) else []
+                        if not dispatch.fp8_products(case.spec):
+                            kinds += ["e4m3", "e4m3-longest"] if long_query_fp8_config(case.spec) else ["e4m3"]
                     if case.spec.mla:
                         kinds += ["e4m3"] if not dispatch.fp8_mla(case.spec) else []
                     if kernel_arch == "sm100" and short and not case.spec.mla:
@@ -227,10 +229,12 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     from dsl_backend.runtime.workspace import Workspace
 
     spec: AttentionSpec = case.spec
-    name = FP8_PRODUCTS if kind == "e4m3" else "cute"
+    name = FP8_PRODUCTS if kind.startswith("e4m3") else "cute"
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), name)
     kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
-    kernel = kernel.other if kind in ("longest", "few") else kernel.extend if kind == "extend" else kernel
+    kernel = (
+        kernel.other if kind in ("longest", "e4m3-longest", "few") else kernel.extend if kind == "extend" else kernel
+    )
     if kind == "launched":
         controlled = replace(kernel.config, use_clc=True)
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)

@@ -44,6 +44,12 @@ def long_queries(spec: AttentionSpec, target: Target) -> Variant | None:
     return None if config is None else of_dense(config, min_query_len=sm90.LONG_QUERY)
 
 
+def long_fp8_queries(spec: AttentionSpec, target: Target) -> Variant | None:
+    """The same of the kernel with e4m3 products."""
+    config = fp8_sm90.long_query_fp8_config(spec)
+    return None if config is None else of_dense(config, min_query_len=fp8_sm90.FP8_LONG_QUERY)
+
+
 def few_rows(spec: AttentionSpec, target: Target) -> Variant | None:
     """SM100's for batches whose requests have few query rows."""
     config = sm100.few_rows_config(spec, target.smem_bytes)
@@ -108,7 +114,7 @@ def mla(default: Heuristic) -> Variants:
 
 
 SM90_PREFILL = dense(sm90.default_config, long_queries, sm90_extend)
-SM90_FP8_PREFILL = dense(fp8_sm90.default_fp8_config)
+SM90_FP8_PREFILL = dense(fp8_sm90.default_fp8_config, long_fp8_queries)
 SM90_DECODE = dense(sm90.default_split_config)
 SM90_MLA = mla(mla_sm90.default_mla_config)
 SM90_FP8_MLA = mla(mla_fp8_sm90.default_fp8_mla_config)

@@ -103,10 +103,36 @@ MISTAKES = {
         ("P saturates", "> self.rescale_threshold", "> 6.0 * self.rescale_threshold"),
     ),
 }
+# Of tiles whose S and P V share registers.
+IN_TURN = replace(CONFIG, intra_warpgroup_overlap=False, accumulate_period=1)
+MISTAKES_IN_TURN = {
+    fp8_mma.Fp8MmaConsumer: (
+        (
+            "the sum before is not rescaled",
+            "fma(acc_O[row, j], self.acc_scale[row], acc_PV[row, j])",
+            "acc_O[row, j] + acc_PV[row, j]",
+        ),
+        (
+            "P V of a tile begins with what was there",
+            "self.tiled_mma_pv if cutlass.const_expr(k > 0) else self.tiled_mma_pv_first",
+            "self.tiled_mma_pv",
+        ),
+        (
+            "P V is read before it is there",
+            "        warpgroup.wait_group(0)\n        fence_operand(self.acc_PV)\n",
+            "        fence_operand(self.acc_PV)\n",
+        ),
+        (
+            "V is not waited for",
+            "cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))",
+            "pass",
+        ),
+    ),
+}
 QUICK = ("keys in the order of memory", "no fence for MMAs")
 
 
-def run(case: Case, index: int) -> None:
+def run(case: Case, index: int, config: Fp8Config = CONFIG) -> None:
     """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
     class Fresh(Fp8Prefill):
@@ -115,39 +141,45 @@ def run(case: Case, index: int) -> None:
             return toolkit.compiled(Fp8Forward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
 
     def adjust(planner: Planner) -> None:
-        kernel = Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        kernel = Fresh(planner.spec, planner.target, scratch(), config)
         planner.short = planner.long = (*planner.long[:2], kernel)
 
     problem, target = case.problem(), replace(from_arch("sm_90a"), sm_count=1)
     with emulator.device(arch="sm_90a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
         result = check.run(problem, NAME, adjust=adjust, target=target)
-    fp8_attention.judge(result, problem, arithmetic_of(CONFIG))
+    fp8_attention.judge(result, problem, arithmetic_of(config))
 
 
-def run_twice() -> None:
+def run_twice(config: Fp8Config) -> None:
     """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
     for index in (1, 0):
-        run(CASE, index)
+        run(CASE, index, config)
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("config", [CONFIG, IN_TURN], ids=["overlap", "in-turn"])
 @pytest.mark.parametrize("case", [CASE, SOFTCAP], ids=["window", "softcap"])
-def test_right_without_a_mistake(case: Case) -> None:
-    run(case, 1)
+def test_right_without_a_mistake(case: Case, config: Fp8Config) -> None:
+    run(case, 1, config)
 
 
 @pytest.mark.parametrize(
-    ("right", "mistake"),
+    ("config", "right", "mistake"),
     [
-        pytest.param(right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
-        for right, mistakes in MISTAKES.items()
+        pytest.param(config, right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
+        for config, found in ((CONFIG, MISTAKES), (IN_TURN, MISTAKES_IN_TURN))
+        for right, mistakes in found.items()
         for mistake in mistakes
     ],
 )
 def test_a_mistake_is_found(
-    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Fp8Config,
+    right: type,
+    mistake: tuple[str, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = sys.modules[right.__module__]
     spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
     with pytest.raises((AssertionError, EmulatorError)):
-        run_twice()
+        run_twice(config)

@@ -11,9 +11,15 @@ import torch
 import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
-from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config, default_fp8_config, fp8_variants
+from dsl_backend.attention.cute.sm90.fp8_configs import (
+    Fp8Config,
+    default_fp8_config,
+    fp8_variants,
+    long_query_fp8_config,
+)
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.attention.variants import SM90_FP8_PREFILL
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check, fp8_attention, fuzz
@@ -86,14 +92,15 @@ def config_of(case: Case, index: int) -> Fp8Config:
     """Small tiles, so that rings go around and sums are promoted."""
     tile_n = 64 if case.spec.head_dim > 64 else (96, 128, 32)[index % 3]
     groups = index % 2 + 1
-    period = (2, 1, 0, 4)[index % 4]
+    overlap = index % 3 != 1
     return Fp8Config(
         groups=groups,
         tile_n=tile_n,
         stages=2 + index % 2,
         query_stages=groups,
         ping_pong=groups == 2,
-        accumulate_period=period,
+        intra_warpgroup_overlap=overlap,
+        accumulate_period=(2, 1, 0, 4)[index % 4] if overlap else 1,
         p_offset=(8.0, 4.0)[index // 2 % 2],
     )
 
@@ -143,9 +150,12 @@ def spec_of(dim: int = 128, dim_v: int | None = None, **facts: Any) -> Attention
 def test_configs_fit(dims: tuple[int, int]) -> None:
     """The default and those to tune; sums of two levels are among them."""
     spec, smem_bytes = spec_of(*dims), from_arch("sm_90a").smem_bytes
-    found = [default_fp8_config(spec), *fp8_variants(spec, smem_bytes)]
+    tuned = list(fp8_variants(spec, smem_bytes))
+    defaults = [one for one in (default_fp8_config(spec), long_query_fp8_config(spec)) if one is not None]
+    found = defaults + tuned
     assert [config.objections(spec, smem_bytes) for config in found] == [[]] * len(found)
-    assert len({replace(config, stages=2) for config in found[1:]}) == len(found) - 1 > 3
+    assert len({replace(config, stages=2) for config in tuned}) == len(tuned) > 3
+    assert {config.intra_warpgroup_overlap for config in tuned} == {False, True}
     assert all(0 < config.accumulate_period * config.tile_n <= 512 for config in found)
 
 
@@ -191,7 +201,12 @@ def test_a_server_refuses_it_before_it_starts(facts: dict[str, Any], reasons: li
     ("change", "reason"),
     [
         ({"tile_n": 48}, "tiles of 48 keys: a multiple of 32 up to 256 is possible"),
-        ({"tile_n": 128}, "O, S, P and Q take 268 registers: a thread has 232"),
+        ({"tile_n": 224, "stages": 2}, "O, S, P and Q take 232 registers: a thread has 224"),
+        (
+            {"intra_warpgroup_overlap": True},
+            "O, S, P and Q take 268 registers: a thread has 232",
+        ),
+        ({"accumulate_period": 2}, "S and P V share registers"),
         ({"stages": 1}, "1 K stages, 1 Q stages: at least 2 and 1 are needed"),
         ({"stages": 9}, "bytes of shared memory: there are"),
         ({"p_offset": 9.0}, "P times 2\\^9: an exponent from 0 to 8 is possible"),
@@ -261,5 +276,33 @@ def test_sums_are_those_of_the_machine() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
-def test_every_schedule(index: int) -> None:
-    emulate(CASES[1], replace(config_of(CASES[1], 1), stages=2), index)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-turn"])
+def test_every_schedule(overlap: bool, index: int) -> None:
+    config = replace(config_of(CASES[1], 1), stages=2, intra_warpgroup_overlap=overlap, accumulate_period=1)
+    emulate(CASES[1], config, index)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("dim", [64, 128])
+def test_long_tiles_in_every_schedule(dim: int, index: int) -> None:
+    """Requests that end in the first tile, at its end, and in a later one."""
+    case = replace(CASES[1], q_lens=(20, 192, 70), kv_lens=(20, 192, 450), heads=(1, 1), dim=dim)
+    config = long_query_fp8_config(case.spec)
+    assert config is not None
+    emulate(case, config, index)
+
+
+def test_long_queries_have_longer_tiles() -> None:
+    """By the longest query of a batch; wide heads have one kernel."""
+    target = from_arch("sm_90a")
+    found = {dims: SM90_FP8_PREFILL(spec_of(*dims), target) for dims in ((128, 128), (64, 64), (192, 128))}
+    tiles = {
+        dims: [(one.config.tile_m, one.config.tile_n, one.min_query_len, one.max_query_len) for one in variants]
+        for dims, variants in found.items()
+    }
+    assert tiles == {
+        (128, 128): [(128, 128, 0, 4095), (128, 192, 4096, None)],
+        (64, 64): [(128, 128, 0, 4095), (192, 128, 4096, None)],
+        (192, 128): [(128, 32, 0, None)],
+    }

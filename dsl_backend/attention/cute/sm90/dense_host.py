@@ -49,7 +49,7 @@ def build_fp8(key: Fp8Key, target: Target) -> Function:
 
 
 class Fp8Prefill(DenseKernel):
-    """Attention of long queries with e4m3 products."""
+    """Attention of long queries with e4m3 products. The longest, of FP8_LONG_QUERY tokens or more, have another one."""
 
     build = staticmethod(build_fp8)
     key_type = Fp8Key

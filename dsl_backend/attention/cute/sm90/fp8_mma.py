@@ -15,9 +15,10 @@ from dsl_backend.attention.cute.fp8_queries import LARGEST, LEAST_MAXIMUM
 from dsl_backend.attention.cute.fp8_softmax import Fp8Softmax
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, reshape_acc_to_mn
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
-from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer, move_operand, rescale_rows
+from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer, move_operand, rescale_rows, with_accumulate
 from dsl_backend.primitives.accumulators import fence_operand, words_of
-from dsl_backend.primitives.math import f32_to_e4m3
+from dsl_backend.primitives.math import f32_to_e4m3, fma
+from dsl_backend.primitives.ring import phase_of, stage_of
 
 
 def e4m3_mma(
@@ -52,12 +53,16 @@ class Fp8MmaConsumer(MmaConsumer):
         self.acc_S = cute.make_rmem_tensor(
             thr_mma_qk.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32
         )
-        self.tOrP, self.tOrP_next = (
-            cute.make_rmem_tensor(thr_mma_pv.partition_shape_A((kernel.tile_m, kernel.tile_n)), e4m3) for _ in range(2)
-        )
+        shape_P = thr_mma_pv.partition_shape_A((kernel.tile_m, kernel.tile_n))
         shape_O = thr_mma_pv.partition_shape_C((kernel.tile_m, kernel.dims_v))
+        overlaps, levels = self.config.intra_warpgroup_overlap, self.config.accumulate_period
+        self.tOrP = cute.make_rmem_tensor(shape_P, e4m3)
+        self.tOrP_next = cute.make_rmem_tensor(shape_P, e4m3) if overlaps else None
         self.acc_O = cute.make_rmem_tensor(shape_O, cutlass.Float32)
-        self.acc_O_total = cute.make_rmem_tensor(shape_O, cutlass.Float32) if self.config.accumulate_period else None
+        self.acc_O_total = cute.make_rmem_tensor(shape_O, cutlass.Float32) if overlaps and levels else None
+        # P V of a tile, from 0 on: its registers can be those of S, which is P by then.
+        self.acc_PV = None if overlaps else cute.make_rmem_tensor(shape_O, cutlass.Float32)
+        self.tiled_mma_pv_first = with_accumulate(tiled_mma_pv, False)
 
     def make_softmax(self) -> Fp8Softmax:
         config = self.config
@@ -107,7 +112,8 @@ class Fp8MmaConsumer(MmaConsumer):
         # Not directly behind the loads of Q, which an arrival may overtake (see DequantTiles): the product needed them.
         self.release_q(q_stage)
         self.softmax.online_softmax_e4m3(self.scores(work, n_block, True), words_of(self.tOrP), self.acc_scale)
-        fence_operand(self.acc_O)
+        if cutlass.const_expr(self.acc_PV is None):
+            fence_operand(self.acc_O)
 
     @cute.jit
     def mma_n_block(
@@ -118,6 +124,60 @@ class Fp8MmaConsumer(MmaConsumer):
         kv_idx: cutlass.Int32,
         masked: cutlass.Constexpr[bool],
     ):
+        if cutlass.const_expr(self.acc_PV is not None):
+            self.mma_n_block_in_turn(work, n_block, q_stage, kv_idx, masked)
+        else:
+            self.mma_n_block_overlapped(work, n_block, q_stage, kv_idx, masked)
+
+    @cute.jit
+    def mma_n_block_in_turn(
+        self,
+        work: WorkTile,
+        n_block: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """P V of the tile before, then Q K^T and softmax: only the other warpgroup's softmax overlaps these MMAs."""
+        self.warp_scheduler_barrier_sync()
+        self.add_pv(kv_idx - 1)
+        self.issue_qk(q_stage, kv_idx)
+        self.warp_scheduler_barrier_arrive()
+        warpgroup.wait_group(0)
+        fence_operand(self.acc_S)
+        self.release_kv(self.barriers.k_empty, kv_idx)
+        scores = self.scores(work, n_block, masked)
+        self.softmax.online_softmax_e4m3(scores, words_of(self.tOrP), self.acc_scale)
+
+    @cute.jit
+    def add_pv(self, kv_idx: cutlass.Int32):
+        """O = acc_scale O + P V of one key tile, whose sum the tensor cores begin at 0."""
+        stage = stage_of(kv_idx, self.config.stages)
+        cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
+            tiled_mma = self.tiled_mma_pv if cutlass.const_expr(k > 0) else self.tiled_mma_pv_first
+            tOrP, tOrV = self.tOrP[None, None, k], self.tOrV[None, None, k, stage]
+            cute.gemm(tiled_mma, self.acc_PV, tOrP, tOrV, self.acc_PV)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        fence_operand(self.acc_PV)
+        self.release_kv(self.barriers.v_empty, kv_idx)
+        acc_O, acc_PV = reshape_acc_to_mn(self.acc_O), reshape_acc_to_mn(self.acc_PV)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            for j in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
+                acc_O[row, j] = fma(acc_O[row, j], self.acc_scale[row], acc_PV[row, j])
+
+    @cute.jit
+    def mma_n_block_overlapped(
+        self,
+        work: WorkTile,
+        n_block: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        kv_idx: cutlass.Int32,
+        masked: cutlass.Constexpr[bool],
+    ):
+        """Q K^T and softmax, overlapped with P V of the tile before."""
         self.warp_scheduler_barrier_sync()
         self.issue_qk(q_stage, kv_idx)
         self.issue_pv(kv_idx - 1)
@@ -139,8 +199,11 @@ class Fp8MmaConsumer(MmaConsumer):
 
     @cute.jit
     def mma_last_pv(self, work: WorkTile, kv_idx: cutlass.Int32):
-        self.issue_pv(kv_idx)
-        self.wait_pv(kv_idx)
+        if cutlass.const_expr(self.acc_PV is not None):
+            self.add_pv(kv_idx)
+        else:
+            self.issue_pv(kv_idx)
+            self.wait_pv(kv_idx)
         if cutlass.const_expr(self.acc_O_total is not None):
             for i in cutlass.range_constexpr(cute.size(self.acc_O)):
                 self.acc_O[i] += self.acc_O_total[i]
