@@ -223,6 +223,45 @@ CASES = [
         config=replace(SMALL, turns=2),
         beside=True,
     ),
+    # --- one set of accumulators is added while the other one's products run ---
+    ScaledEmulated(
+        id="overlap",
+        why="turns of a block overlap, an even number of blocks; a bias, all edges ragged",
+        case=replace(PLAIN, bias=True),
+        config=replace(SMALL, turns=2, overlap=True),
+    ),
+    ScaledEmulated(
+        id="overlap-blocks",
+        why="turns with scales of their own, an odd number of blocks; boxes begin in one and end in the next; a cluster",
+        case=replace(BLOCKS, n=400, k=272),
+        config=replace(SMALL, box_n=48, cluster=2, turns=2, overlap=True),
+    ),
+    ScaledEmulated(
+        id="overlap-deep",
+        why="blocks of k overlap, more of them than a warp has lanes; several tiles a CTA",
+        case=blocked(70, 256, 4240, activation=SWIGLU, to=TENSOR),
+        config=replace(SMALL, stages=3, overlap=True),
+        sms=2,
+    ),
+    ScaledEmulated(
+        id="overlap-to-groups",
+        why="two tiles have a group",
+        case=blocked(150, 384, 272, activation=SWIGLU, to=GROUPS),
+        config=replace(SMALL, box_n=64, turns=2, overlap=True),
+    ),
+    ScaledEmulated(
+        id="overlap-to-rows",
+        why="an odd number of blocks of k in turns; float32 from registers",
+        case=replace(FEW, rows=70, k=656 - 128, to=ROW, special=True),
+        config=replace(SMALL, overlap=True),
+        beside=True,
+    ),
+    ScaledEmulated(
+        id="overlap-one",
+        why="one block of k: nothing overlaps",
+        case=replace(GATED, rows=1, n=16, k=16),
+        config=replace(SMALL, turns=2, overlap=True),
+    ),
     # --- outputs in 8 bits ---
     ScaledEmulated(
         id="to-tensor", why="a given scale; rows of 32 bytes", case=replace(GATED, to=TENSOR, bias=True), config=SMALL
@@ -374,6 +413,7 @@ def random_config(draw: random.Random) -> ScaledConfig:
             band=draw.randint(1, 4),
             promotion=draw.choice((1, 1, 2, 4)),
             turns=draw.choice((1, 1, 2)),
+            overlap=draw.random() < 0.3,
         )
     groups = draw.choice((1, 2))
     split = groups == 2 and draw.random() < 0.5

@@ -102,6 +102,13 @@ MISTAKES = (
             "pass\n                # What",
         ),
     ),
+    ("overlap", Mistake("overlap: the products in front are not done", scaled_gemm, "wait_group(1 if", "wait_group(2 if")),
+    ("overlap-deep", Mistake("overlap: the other set", scaled_gemm, "take(accs[step % 2]", "take(accs[(step + 1) % 2]")),
+    (
+        "overlap-blocks",
+        Mistake("overlap: one end too few", scaled_gemm, "if 2 * pairs + 1 < k_tiles:", "if 2 * pairs < k_tiles - 2:"),
+    ),
+    ("overlap-to-rows", Mistake("overlap: a pair too many", scaled_gemm, "(k_tiles - 1) // 2", "k_tiles // 2")),
     ("blocks-gated", Mistake("both boxes: sums of the first", scaled_gemm, "box % of_turn * (self", "0 * (self")),
     ("turns", Mistake("the first turn's columns twice", scaled_gemm, "at = j + (box + turn) *", "at = j + box *")),
     (

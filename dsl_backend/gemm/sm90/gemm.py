@@ -32,6 +32,10 @@ CONSUMER_BARRIER, ORDER_BARRIER = 1, 1 + CONSUMERS
 class Gemm(GemmBase):
     """See `gemm/tiled.py`."""
 
+    # CTAs of an SM that ptxas is told of. Told of none, it ignores that warpgroups trade registers where it takes those
+    # that a thread starts with to be enough, and may then spill (its C7508: "unable to determine register count").
+    min_ctas: int | None = None
+
     def __init__(self, key: GemmKey[ConsumerTiles]):
         super().__init__(key, ScalarArithmetic())
         config = key.config
@@ -67,6 +71,7 @@ class Gemm(GemmBase):
             block=(self.threads, 1, 1),
             cluster=(self.cluster, 1, 1) if multicast else None,
             stream=stream,
+            min_blocks_per_mp=self.min_ctas,
             use_pdl=True,
         )
 

@@ -21,7 +21,7 @@ MOST_PROMOTION = 4
 # for addresses, scales and the epilogue.
 SCALED_SPARE_REGISTERS = 40
 # With two scales of weights for a box 40 spilled 8 bytes.
-TWO_BLOCKS_REGISTERS = 8
+TWO_BLOCKS_REGISTERS = 0
 
 SCALE_ALIGNMENT = 128  # of TMA's copies
 
@@ -59,12 +59,14 @@ class ScaledGemmConfig(GemmConfig):
         promotion: blocks of 128 columns of k between these additions; 1 where each block has scales.
         turns: 1 where a wgmma has both boxes of weights; 2 where they take turns in one set of accumulators, which is
             half as large: a tile can be wider.
+        overlap: there are two sets of accumulators of a turn: one is added while the other one's products run.
     """
 
     tile_m: int = 128
     box_n: int = 64
     promotion: int = 1
     turns: int = 1
+    overlap: bool = False
 
     def stored_columns(self, parts: int) -> int:
         """Columns of the output that a consumer stores at once: a box's where boxes take turns."""
@@ -101,7 +103,9 @@ class ScaledGemmConfig(GemmConfig):
         reasons = blocked_objections(spec)
         if self.pingpong:
             reasons.append("ping-pong: consumers promote their sums while the other's products run")
-        most = 1 if spec.weight.blocked or self.turns > 1 else MOST_PROMOTION
+        most = 1 if spec.weight.blocked or self.turns > 1 or self.overlap else MOST_PROMOTION
+        if self.overlap and spec.weight.blocked and not spec.copies_scales:
+            reasons.append("overlap: x's scales of groups must be column-major")
         if not 1 <= self.promotion <= most:
             reasons.append(f"promotion {self.promotion}: 1 to {most} blocks of k are possible with {spec.weight}")
         reasons += float32_objections(spec)
@@ -111,7 +115,8 @@ class ScaledGemmConfig(GemmConfig):
             reasons += self.out_objections(spec, spec.out)
         if self.turns not in (1, 2):
             reasons.append(f"{self.turns} turns: 1 or 2 are possible")
-        needed = self.accumulators + self.accumulators // self.turns + self.held(spec.out, spec.parts)
+        sets = 2 if self.overlap else 1
+        needed = self.accumulators + sets * self.accumulators // self.turns + self.held(spec.out, spec.parts)
         needed += TWO_BLOCKS_REGISTERS if spec.weight.blocked and GROUP % self.box_n else 0
         if needed > (most := self.consumer_registers - SCALED_SPARE_REGISTERS):
             reasons.append(f"{needed} registers for sums and outputs: {most} are the most")

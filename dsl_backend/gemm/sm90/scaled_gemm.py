@@ -7,6 +7,7 @@ Scales of blocks are multiplied in there. While one consumer adds, the other's p
 tile, and neither waits for the other.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -65,6 +66,8 @@ def as_e4m3(stages: cute.Tensor) -> cute.Tensor:
 class ScaledGemm(Gemm):
     """See `gemm/tiled.py` and `gemm/scaled.py`."""
 
+    min_ctas = 1
+
     def __init__(self, key: ScaledKey[ScaledGemmConfig]):
         super().__init__(key)
         config = key.config
@@ -77,13 +80,15 @@ class ScaledGemm(Gemm):
         self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
         self.out_format, self.wide = key.out, key.dtypes.out == torch.float32
         self.group_tiles = config.tiles_of_group(key.out, self.parts)
-        self.turns, self.mma_n = config.turns, self.mma_n // config.turns
+        self.turns, self.mma_n, self.overlap = config.turns, self.mma_n // config.turns, config.overlap
         self.stored_columns = config.stored_columns(self.parts)
         self.epi_tile = (MMA_M, self.stored_columns)
         # The bias is added in the epilogue, behind the scales.
         self.biased = False
         # Boxes that may begin in one block of a weight's rows and end in the next one have two scales.
         self.box_blocks = 1 if GROUP % self.box_n == 0 else 2
+        # Neighbouring columns of a box that are in the same block, wherever it begins.
+        self.same_scale = math.gcd(self.box_n, GROUP)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: ScaledArgs, stream):
@@ -178,6 +183,7 @@ class ScaledGemm(Gemm):
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
+        accs = [acc, cute.make_rmem_tensor(acc.shape, cutlass.Float32)] if self.overlap else [acc]
         total_shape = self.tiled_mma(2 * self.box_n).partition_shape_C((self.consumer_m, 2 * self.box_n))
         total = cute.make_rmem_tensor(total_shape, cutlass.Float32)
         held = cute.make_rmem_tensor((self.columns // 2, self.mma_tiles_m, self.group_tiles), cutlass.Float32)
@@ -192,7 +198,23 @@ class ScaledGemm(Gemm):
                 row = m_tile * self.tile_m + row_tile * self.consumer_m + self.thread_row(thread)
                 total.fill(0.0)
                 mine = self.scales_of_tile(params, row, n_tile, thread)
-                if cutlass.const_expr(self.copies_scales):
+                if cutlass.const_expr(self.overlap):
+                    start, first_row = tile * k_tiles, row_tile * self.consumer_m + self.thread_row(thread)
+                    self.overlapped_mainloop(
+                        params,
+                        accs,
+                        total,
+                        tCrX,
+                        tCrW,
+                        pipeline,
+                        sScales,
+                        of_lanes,
+                        start,
+                        first_row,
+                        n_tile,
+                        thread,
+                    )
+                elif cutlass.const_expr(self.copies_scales):
                     start, first_row = tile * k_tiles, row_tile * self.consumer_m + self.thread_row(thread)
                     self.mainloop_of_copied(
                         params,
@@ -339,8 +361,12 @@ class ScaledGemm(Gemm):
             fence_operand(acc)
             if cutlass.const_expr(turn == self.turns - 1):
                 pipeline.warpgroup_release(start + count - 1, thread)
-            part = self.part_of_turn(acc, total, turn)
-            part.store(part.load() + acc.load())
+            self.add(acc, total, turn)
+
+    def add(self, acc: cute.Tensor, total: cute.Tensor, turn: int):
+        """Add wgmma's sums of a turn to float32 sums."""
+        part = self.part_of_turn(acc, total, turn)
+        part.store(part.load() + acc.load())
 
     def part_of_turn(self, acc: cute.Tensor, total: cute.Tensor, turn: int) -> cute.Tensor:
         """A turn's part of float32 sums, with the shape of a wgmma's."""
@@ -415,31 +441,131 @@ class ScaledGemm(Gemm):
         """
         k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
-        scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
+        place = (params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread)
         for k_tile in cutlass.range(k_tiles, unroll=1):
+            pipeline.consumer_wait(start + k_tile)
+            products = None
+            for turn in cutlass.range_constexpr(self.turns):
+                self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False, turn)
+                if cutlass.const_expr(turn == 0):
+                    products = self.products_of(place, start, k_tile)
+                wgmma.wait_group(0)
+                self.take(acc, total, place, products, start + k_tile, turn)
+
+    @cute.jit
+    def overlapped_mainloop(
+        self,
+        params: ScaledParams,
+        accs: list,
+        total: cute.Tensor,
+        tCrX: cute.Tensor,
+        tCrW: list,
+        pipeline: Pipeline,
+        sScales: cute.Tensor,
+        of_lanes: cute.Tensor,
+        start: cutlass.Int32,
+        row: cutlass.Int32,
+        n_tile: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """Add a tile's products to `total`: one set of accumulators while the other one's products run.
+
+        Args:
+            accs: both sets: of the turns of a block of k, or of blocks of k in turns.
+            sScales, of_lanes: as `mainloop_of_copied` has them; unused without scales of blocks.
+            row: the first of the thread's rows of the tile.
+        """
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
+        place = (params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread)
+        operands = (accs, total, tCrX, tCrW)
+        pipeline.consumer_wait(start)
+        self.issue(accs[0], tCrX, tCrW, pipeline, start, False, 0)
+        pairs = (k_tiles - 1) // 2
+        for i in cutlass.range(pairs, unroll=1):
+            self.overlapped_blocks(operands, place, start, 2 * i, 2, True)
+        # Two ends, of which a value chooses: behind a single one, ptxas lets the loop's products run one at a time.
+        if 2 * pairs + 1 < k_tiles:
+            self.overlapped_blocks(operands, place, start, 2 * pairs, 2, False)
+        else:
+            self.overlapped_blocks(operands, place, start, 2 * pairs, 1, False)
+
+    @cute.jit
+    def overlapped_blocks(
+        self,
+        operands: tuple,
+        place: tuple,
+        start: cutlass.Int32,
+        k_tile: cutlass.Int32,
+        blocks: cutlass.Constexpr[int],
+        more: cutlass.Constexpr[bool],
+    ):
+        """Add so many blocks' products from `k_tile` on, whose first turn is issued, and issue the next block's.
+
+        Args:
+            more: whether there is a next block.
+        """
+        accs, total, tCrX, tCrW = operands
+        pipeline = place[1]
+        steps = cutlass.const_expr(blocks * self.turns)
+        products = None
+        for step in cutlass.range_constexpr(steps):
+            block, turn = cutlass.const_expr(step // self.turns), cutlass.const_expr(step % self.turns)
+            following, next_turn = cutlass.const_expr((step + 1) // self.turns), cutlass.const_expr((step + 1) % self.turns)
+            if cutlass.const_expr(more or step + 1 < steps):
+                if cutlass.const_expr(next_turn == 0):
+                    pipeline.consumer_wait(start + k_tile + following)
+                self.issue(accs[(step + 1) % 2], tCrX, tCrW, pipeline, start + k_tile + following, False, next_turn)
+            if cutlass.const_expr(turn == 0):
+                products = self.products_of(place, start, k_tile + block)
+            wgmma.wait_group(1 if cutlass.const_expr(more or step + 1 < steps) else 0)
+            self.take(accs[step % 2], total, place, products, start + k_tile + block, turn)
+
+    @cute.jit
+    def products_of(self, place: tuple, start: cutlass.Int32, k_tile: cutlass.Int32):
+        """What `scale_products` returns of a block of k, in registers behind this; None without scales of blocks."""
+        products = None
+        if cutlass.const_expr(self.copies_scales):
+            params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread = place
             if k_tile > 0 and k_tile % WARP == 0:
                 self.scales_of_lanes(params, of_lanes, n_tile, k_tile, thread)
-            position = start + k_tile
-            pipeline.consumer_wait(position)
-            for turn in cutlass.range_constexpr(self.turns):
-                self.issue(acc, tCrX, tCrW, pipeline, position, False, turn)
-                if cutlass.const_expr(turn == 0):
-                    for i in cutlass.range_constexpr(2 * self.mma_tiles_m):
-                        scales[i] = sScales[row + 8 * (i % 2) + MMA_M * (i // 2), pipeline.stage(position)]
-                    for i in cutlass.range_constexpr(2 * self.box_blocks):
-                        scales[2 * self.mma_tiles_m + i] = cute.arch.shuffle_sync(of_lanes[i], k_tile % WARP)
-                    # What the stage's scales are for is there before it is given back.
-                    products = [
-                        [[fence_register(product) for product in of_box] for of_box in of_row]
-                        for of_row in self.scale_products(scales)
-                    ]
-                wgmma.wait_group(0)
-                fence_operand(acc)
-                if cutlass.const_expr(turn == self.turns - 1):
-                    pipeline.warp_release(position, thread % WARP)
-                self.add_scaled(acc, total, products, first_rows, turn)
-                # Added behind the next products, sums would need registers of their own.
-                fence_operand(self.part_of_turn(acc, total, turn))
+            scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
+            stage = pipeline.stage(start + k_tile)
+            for i in cutlass.range_constexpr(2 * self.mma_tiles_m):
+                scales[i] = sScales[row + 8 * (i % 2) + MMA_M * (i // 2), stage]
+            for i in cutlass.range_constexpr(2 * self.box_blocks):
+                scales[2 * self.mma_tiles_m + i] = cute.arch.shuffle_sync(of_lanes[i], k_tile % WARP)
+            # What the stage's scales are for is there before it is given back.
+            products = [
+                [[fence_register(product) for product in of_box] for of_box in of_row]
+                for of_row in self.scale_products(scales)
+            ]
+        return products
+
+    @cute.jit
+    def take(
+        self,
+        acc: cute.Tensor,
+        total: cute.Tensor,
+        place: tuple,
+        products: list | None,
+        position: cutlass.Int32,
+        turn: cutlass.Constexpr[int],
+    ):
+        """Add a turn's accumulators, whose products are done, to `total`; give the stage back behind its last turn."""
+        fence_operand(acc)
+        _, pipeline, _, _, _, first_rows, _, thread = place
+        if cutlass.const_expr(turn == self.turns - 1):
+            if cutlass.const_expr(self.copies_scales):
+                pipeline.warp_release(position, thread % WARP)
+            else:
+                pipeline.warpgroup_release(position, thread)
+        if cutlass.const_expr(self.blocked):
+            self.add_scaled(acc, total, products, first_rows, turn)
+        else:
+            self.add(acc, total, turn)
+        # Added behind the next products, sums would need registers of their own.
+        fence_operand(self.part_of_turn(acc, total, turn))
 
     def scales_of_lanes(self, params: ScaledParams, of_lanes: cute.Tensor, n_tile, first_block, thread):
         """Weights' scales of WARP blocks of k, of which each lane has one."""
@@ -495,10 +621,11 @@ class ScaledGemm(Gemm):
             for box in cutlass.range_constexpr(turn * of_turn, (turn + 1) * of_turn):
                 of_box = products[i][box]
                 for j in cutlass.range_constexpr(self.box_n // 8):
-                    scale = of_box[0]
-                    if cutlass.const_expr(self.box_blocks == 2):
-                        inside = first_rows[box] % GROUP + 8 * j < GROUP
-                        scale = of_box[0] if inside else of_box[1]
+                    if cutlass.const_expr(8 * j % self.same_scale == 0):
+                        scale = of_box[0]
+                        if cutlass.const_expr(self.box_blocks == 2):
+                            inside = first_rows[box] % GROUP + 8 * j < GROUP
+                            scale = of_box[0] if inside else of_box[1]
                     for a in cutlass.range_constexpr(2):
                         at = (a, i % 2, j + box * (self.box_n // 8))
                         of_acc = (a, i % 2, j + box % of_turn * (self.box_n // 8))
