@@ -8,6 +8,20 @@ from .problems import SCHEMES, Problem
 GATED = {"llama-8b": (14336, 4096), "deepseek-v3-dense": (18432, 7168)}
 PLAIN = {"llama-8b-down": (4096, 14336), "llama-8b-qkv": (6144, 4096), "deepseek-v3-o": (7168, 16384)}
 TOKENS = (1, 64, 256, 2048, 8192)
+# Of a sweep: (columns of the output, columns of x, whether it is gated), and rows.
+LAYERS = {
+    "qkv": (6144, 4096, False),
+    "o": (4096, 4096, False),
+    "gate-up": (14336, 4096, True),
+    "down": (4096, 14336, False),
+    "v3-o": (7168, 16384, False),
+    "v3-gate-up": (18432, 7168, True),
+    # Not used to choose constants.
+    "qwen-32b-gate-up": (25600, 5120, True),
+    "qwen-32b-down": (5120, 25600, False),
+    "70b-tp4-qkv": (2560, 8192, False),
+}
+ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 
 
 def cases() -> list[Case[Problem]]:

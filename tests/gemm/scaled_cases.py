@@ -232,7 +232,7 @@ CASES = [
     ),
     ScaledEmulated(
         id="overlap-blocks",
-        why="turns with scales of their own, an odd number of blocks; boxes begin in one and end in the next; a cluster",
+        why="scales of turns, an odd number of blocks; boxes begin in one block and end in the next; a cluster",
         case=replace(BLOCKS, n=400, k=272),
         config=replace(SMALL, box_n=48, cluster=2, turns=2, overlap=True),
     ),

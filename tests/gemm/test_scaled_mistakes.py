@@ -102,8 +102,14 @@ MISTAKES = (
             "pass\n                # What",
         ),
     ),
-    ("overlap", Mistake("overlap: the products in front are not done", scaled_gemm, "wait_group(1 if", "wait_group(2 if")),
-    ("overlap-deep", Mistake("overlap: the other set", scaled_gemm, "take(accs[step % 2]", "take(accs[(step + 1) % 2]")),
+    (
+        "overlap",
+        Mistake("overlap: products are not awaited", scaled_gemm, "wait_group(1 if", "wait_group(2 if"),
+    ),
+    (
+        "overlap-deep",
+        Mistake("overlap: the other set", scaled_gemm, "take(accs[step % 2]", "take(accs[1 - step % 2]"),
+    ),
     (
         "overlap-blocks",
         Mistake("overlap: one end too few", scaled_gemm, "if 2 * pairs + 1 < k_tiles:", "if 2 * pairs < k_tiles - 2:"),

@@ -34,7 +34,7 @@ class Gemm(GemmBase):
 
     # CTAs of an SM that ptxas is told of. Told of none, it ignores that warpgroups trade registers where it takes those
     # that a thread starts with to be enough, and may then spill (its C7508: "unable to determine register count").
-    min_ctas: int | None = None
+    min_ctas = 0
 
     def __init__(self, key: GemmKey[ConsumerTiles]):
         super().__init__(key, ScalarArithmetic())

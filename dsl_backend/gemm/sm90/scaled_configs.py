@@ -142,9 +142,18 @@ MOST_TOKENS_OF_TWO = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledSmallMConfig(SmallMConfig):
-    """The GEMM of e4m3 operands for few rows: sums of a k tile are added to a second set of accumulators."""
+    """The GEMM of e4m3 operands for few rows: sums of a k tile are added to a second set of accumulators.
+
+    Attributes:
+        trade: two consumers get registers of a producer's warpgroup, for more tokens with scales of blocks.
+    """
 
     tile_k: int = BLOCK_K
+    trade: bool = False
+
+    @property
+    def trades_registers(self) -> bool:
+        return self.groups > 1 and (self.trade or super().trades_registers)
 
     @property
     def promotion(self) -> int:
@@ -156,7 +165,7 @@ class ScaledSmallMConfig(SmallMConfig):
         most = BLOCK_K if spec.weight.blocked else MOST_PROMOTION * BLOCK_K
         if self.tile_k % BLOCK_K or self.tile_k > most:
             reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K} up to {most}, with {spec.weight}")
-        crowded = spec.weight.blocked and self.groups > 1
+        crowded = spec.weight.blocked and self.groups > 1 and not self.trades_registers
         most = MOST_TOKENS_OF_TWO if crowded else MOST_TOKENS
         if self.tokens > most:
             reasons.append(f"{self.tokens} tokens of {self.groups} consumers with {spec.weight}: {most} are the most")
@@ -176,6 +185,17 @@ SCALED_GEMMS = (
         for promotion in (1, MOST_PROMOTION)
     ),
 )
+
+# What is tried besides: sums are added while products run, and consumers with registers of the producer's warpgroup.
+OVERLAPPED_GEMMS = (
+    *(
+        ScaledGemmConfig(box_n=box_n, cluster=cluster, turns=2, overlap=True)
+        for box_n in (96, 80, 64)
+        for cluster in (1, 2)
+    ),
+    *(ScaledGemmConfig(box_n=box_n, cluster=cluster, overlap=True) for box_n in (64, 32) for cluster in (1, 2)),
+)
+TRADED_SMALL_M = ScaledSmallMConfig(tokens=64, groups=2, split_tokens=True, trade=True)
 
 # The first of those that the cost model finds equal is chosen: two consumers with 32 tokens each took 0.93 to 0.98 of
 # the time of one with 64 (docs/performance.md).
@@ -215,10 +235,14 @@ ONE_SCALE = costs_of_blocks(0.68, 300.0, 305.0)
 # Boxes that may lie in two blocks.
 TWO_SCALES = costs_of_blocks(0.66, 380.0, 385.0)
 IN_TURNS = costs_of_blocks(0.92, 220.0, 600.0)
+# Not timed yet.
+OVERLAPPED = costs_of_blocks(0.95, 200.0, 205.0)
 
 
 def costs(spec: ScaledGemmSpec, config: object) -> Costs:
     """Of a configuration's kernel, for the cost model."""
+    if isinstance(config, ScaledGemmConfig) and config.overlap:
+        return OVERLAPPED
     if not (spec.weight.blocked and isinstance(config, ScaledGemmConfig)):
         return COSTS
     if GROUP % config.box_n:
@@ -237,6 +261,13 @@ def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
     """The configurations that fit a problem, each with as many stages as fit."""
     found = (deepest(tiles, spec, smem_bytes) for tiles in tiles_of(spec))
     return [config for config in found if isinstance(config, ScaledConfig)]
+
+
+def tried(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
+    """The same, and others that are worth a measurement."""
+    more = OVERLAPPED_GEMMS if spec.batch_invariant else (*OVERLAPPED_GEMMS, TRADED_SMALL_M)
+    found = (deepest(tiles, spec, smem_bytes) for tiles in more)
+    return fitting(spec, smem_bytes) + [config for config in found if isinstance(config, ScaledConfig)]
 
 
 def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:

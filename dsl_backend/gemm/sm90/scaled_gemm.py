@@ -511,7 +511,10 @@ class ScaledGemm(Gemm):
         products = None
         for step in cutlass.range_constexpr(steps):
             block, turn = cutlass.const_expr(step // self.turns), cutlass.const_expr(step % self.turns)
-            following, next_turn = cutlass.const_expr((step + 1) // self.turns), cutlass.const_expr((step + 1) % self.turns)
+            following, next_turn = (
+                cutlass.const_expr((step + 1) // self.turns),
+                cutlass.const_expr((step + 1) % self.turns),
+            )
             if cutlass.const_expr(more or step + 1 < steps):
                 if cutlass.const_expr(next_turn == 0):
                     pipeline.consumer_wait(start + k_tile + following)
@@ -526,7 +529,7 @@ class ScaledGemm(Gemm):
         """What `scale_products` returns of a block of k, in registers behind this; None without scales of blocks."""
         products = None
         if cutlass.const_expr(self.copies_scales):
-            params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread = place
+            params, pipeline, sScales, of_lanes, row, _, n_tile, thread = place
             if k_tile > 0 and k_tile % WARP == 0:
                 self.scales_of_lanes(params, of_lanes, n_tile, k_tile, thread)
             scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)

@@ -13,6 +13,7 @@ from dsl_backend.gemm.configs import INVARIANT_FOR, Config, estimate_us
 from dsl_backend.gemm.cost import max_ctas
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.scaled_host import build, key_of, run
+from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm90 import scaled_configs as sm90
 from dsl_backend.gemm.sm100 import scaled_configs as sm100
 from dsl_backend.gemm.spec import Rows
@@ -22,6 +23,7 @@ from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.cute import host as quantising
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -91,6 +93,18 @@ def functions(
         assert spec.out is not None
         second = quantising.build(spec.out, target)
     return build(kernel, key, target), second
+
+
+def build_products(key: ScaledKey[Config], target: Target) -> Function:
+    """The compiled GEMM of a key."""
+    arch = sm100 if target.tcgen05 else sm90
+    return build(arch.kernel(None, key.config), key, target)
+
+
+def precompile_spec(choice: Choice, target: Target) -> PrecompileSpec:
+    """Of a choice's products."""
+    key = key_of(choice.spec, choice.config, choice.spec.column_major)
+    return PrecompileSpec("linear", build_products, key, target)
 
 
 def bind(spec: ScaledLinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:
