@@ -59,14 +59,24 @@ def tried(problem: Problem, target: Target, most: int) -> list[Choice]:
         return list(dict.fromkeys([default, *old[:1]]))
     if problem.m == FEW:
         return list(dict.fromkeys([default, *old[:3], *new[:1]]))
-    handed = [one for one in new if isinstance(one.config, SmallMTiles)]
-    new = list(dict.fromkeys([*handed[:1], *new]))
-    return list(dict.fromkeys([default, *old[: most // 3], *new[: most - most // 3]]))
+    handed = [one for one in new if isinstance(one.config, SmallMTiles)][:1]
+    halved = [one for one in new if getattr(one.config, "splits", 1) > 1]
+    new = [one for one in new if one not in halved]
+    halved = [one for one in halved if halves_fit(one, problem.m, target)]
+    return list(dict.fromkeys([default, *old[: most // 3], *handed, *halved, *new[: most - most // 3]]))
+
+
+def halves_fit(choice: Choice, rows: int, target: Target) -> bool:
+    """Whether a cluster for each tile takes no more than about two rounds of SMs."""
+    config = choice.config
+    tiles = -(-rows // config.tile_m) * -(-choice.spec.n // config.columns(choice.spec.parts))
+    return 2 * tiles <= 2 * target.sm_count
 
 
 def is_new(choice: Choice) -> bool:
     """Whether it is not among what dispatch chooses from."""
-    return bool(getattr(choice.config, "overlap", False) or getattr(choice.config, "trade", False))
+    flags = ("overlap", "trade")
+    return any(getattr(choice.config, name, False) for name in flags) or getattr(choice.config, "splits", 1) > 1
 
 
 def worth_trying(spec: ScaledLinearSpec, config: Any, rows: int) -> bool:
@@ -109,6 +119,7 @@ def told(choice: Choice) -> str:
         names = {name: getattr(config, name) for name in ("tokens", "tile_k", "groups", "num_splits", "trade")}
         return "few " + " ".join(f"{name[:6]}{int(value)}" for name, value in names.items()) + wide
     flags = f"p{config.promotion} t{config.turns} c{config.cluster}" + (" overlap" if config.overlap else "")
+    flags += " halves" if config.splits > 1 else ""
     return f"128x{2 * config.box_n} {flags}{wide}"
 
 

@@ -163,6 +163,14 @@ class GemmBase:
         """(m_tile, n_tile) of a cluster's tile; arguments as `schedule` and `tile_counts` return them."""
         return raster(first + tile * clusters, m_tiles, n_tiles, self.band)
 
+    def rank(self):
+        """Of the CTA among those of a cluster that have neighbouring tiles."""
+        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def k_part(self, k_tiles):
+        """(first, number) of the k tiles that the CTA multiplies: here all."""
+        return 0, k_tiles
+
     def rows_loaded(self, params: GemmParams, m_tile):
         """Rows of a CTA's tile of x that are loaded: those that exist, rounded up to TAIL_ROWS."""
         rows = params.mX.shape[0] - m_tile * self.tile_m
@@ -189,7 +197,8 @@ class GemmBase:
         """The load warp: x's tile, and the boxes of weights that this CTA loads."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
-        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cta_rank = self.rank()
+        first_k, k_tiles = self.k_part(k_tiles)
         one = cute.make_layout(1)
         gX = cute.local_tile(params.mX, (self.tile_m, self.block_k), (None, None))
         tXsX, tXgX = cpasync.tma_partition(
@@ -206,8 +215,9 @@ class GemmBase:
             tx_bytes = self.tx_bytes(params, m_tile, cta_rank)
             m_tile = m_tile * self.cluster + cta_rank
             rows = self.rows_loaded(params, m_tile)
-            for k_tile in cutlass.range(k_tiles, unroll=1):
-                position = tile * k_tiles + k_tile
+            for i_k in cutlass.range(k_tiles, unroll=1):
+                position = tile * k_tiles + i_k
+                k_tile = first_k + i_k
                 stage = pipeline.stage(position)
                 mbar_full = self.acquire(pipeline, position, cta_rank, tx_bytes)
                 if rows == self.tile_m:

@@ -262,6 +262,36 @@ CASES = [
         case=replace(GATED, rows=1, n=16, k=16),
         config=replace(SMALL, turns=2, overlap=True),
     ),
+    # --- halves of k ---
+    ScaledEmulated(
+        id="halves",
+        why="uneven halves of k, all edges ragged; a tile without rows of the second consumer; a bias",
+        case=replace(PLAIN, rows=190, bias=True),
+        config=replace(SMALL, splits=2),
+        sms=8,
+    ),
+    ScaledEmulated(
+        id="halves-blocks",
+        why="scales of the second half; overlapped turns; clusters that start when others are done",
+        case=replace(BLOCKS, n=400, k=9 * 1024 + 16),
+        config=replace(SMALL, box_n=48, turns=2, overlap=True, stages=3, splits=2),
+        sms=4,
+    ),
+    ScaledEmulated(
+        id="halves-to-tensor",
+        why="gate and up; a block of k each",
+        case=replace(GATED_BLOCKS, k=144, to=TENSOR, bias=True),
+        config=replace(SMALL, splits=2),
+        sms=8,
+    ),
+    ScaledEmulated(
+        id="halves-to-rows",
+        why="float32 of one consumer's rows",
+        case=replace(FEW, rows=70, to=ROW, special=True),
+        config=replace(SMALL, overlap=True, splits=2),
+        sms=8,
+        beside=True,
+    ),
     # --- outputs in 8 bits ---
     ScaledEmulated(
         id="to-tensor", why="a given scale; rows of 32 bytes", case=replace(GATED, to=TENSOR, bias=True), config=SMALL
@@ -414,6 +444,7 @@ def random_config(draw: random.Random) -> ScaledConfig:
             promotion=draw.choice((1, 1, 2, 4)),
             turns=draw.choice((1, 1, 2)),
             overlap=draw.random() < 0.3,
+            splits=draw.choice((1, 1, 2)),
         )
     groups = draw.choice((1, 2))
     split = groups == 2 and draw.random() < 0.5

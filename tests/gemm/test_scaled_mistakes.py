@@ -111,10 +111,10 @@ MISTAKES = (
         Mistake("overlap: the other set", scaled_gemm, "take(accs[step % 2]", "take(accs[1 - step % 2]"),
     ),
     (
-        "overlap-blocks",
+        "overlap",
         Mistake("overlap: one end too few", scaled_gemm, "if 2 * pairs + 1 < k_tiles:", "if 2 * pairs < k_tiles - 2:"),
     ),
-    ("overlap-to-rows", Mistake("overlap: a pair too many", scaled_gemm, "(k_tiles - 1) // 2", "k_tiles // 2")),
+    ("overlap", Mistake("overlap: a pair too many", scaled_gemm, "(k_tiles - 1) // 2", "k_tiles // 2")),
     ("blocks-gated", Mistake("both boxes: sums of the first", scaled_gemm, "box % of_turn * (self", "0 * (self")),
     ("turns", Mistake("the first turn's columns twice", scaled_gemm, "at = j + (box + turn) *", "at = j + box *")),
     (

@@ -18,6 +18,7 @@ from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, ConsumerTiles
+from dsl_backend.gemm.small_m import Received
 from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
@@ -46,6 +47,8 @@ class Gemm(GemmBase):
         # Ping-pong: whole tiles alternate between consumers. Else each has an equal part of every tile.
         self.consumers_of_tile = 1 if self.pingpong else self.consumers
         self.load_edge = Edge("x and weights", TMA, warpgroups(self.consumers_of_tile, self.cluster), self.stages)
+        # CTAs of a cluster, which are more than `cluster` where some share a tile.
+        self.launched_together = self.cluster
         # Columns of a wgmma, and what is stored at once.
         self.mma_n, self.epi_tile = 2 * self.box_n, (MMA_M, self.columns)
 
@@ -69,7 +72,7 @@ class Gemm(GemmBase):
         self.kernel(params, tiled_mma, *self.smem_layouts(2 * self.box_n), sOut_layout).launch(
             grid=self.grid(args.operands, args.max_ctas),
             block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1) if multicast else None,
+            cluster=(self.launched_together, 1, 1) if self.launched_together > 1 else None,
             stream=stream,
             min_blocks_per_mp=self.min_ctas,
             use_pdl=True,
@@ -124,17 +127,19 @@ class Gemm(GemmBase):
             )
         pipeline = self.load_edge.allocate(smem)
         sScales = self.scale_stages(smem)
+        received = self.received(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
                 pipeline.init()
+                self.expect_partials(received)
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_x, params.tma_atom_x_tail, params.tma_atom_w, params.tma_atom_out):
                 if cutlass.const_expr(atom is not None):
                     cpasync.prefetch_descriptor(atom)
-        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cta_rank = self.rank()
         self.zero_fill(params, sX, cta_rank, cute.arch.thread_idx()[0], self.threads)
-        if cutlass.const_expr(self.cluster > 1):
+        if cutlass.const_expr(self.launched_together > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
@@ -148,8 +153,8 @@ class Gemm(GemmBase):
                 self.load(params, sX, sW, pipeline, sScales)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group, sScales)
-        if cutlass.const_expr(self.cluster > 1):
+            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group, sScales, received)
+        if cutlass.const_expr(self.launched_together > 1):
             # The other CTA may still arrive at this one's barriers, or copy into its memory.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -157,6 +162,13 @@ class Gemm(GemmBase):
     def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
         """Memory for scales of operands: here they have none."""
         return None
+
+    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+        """Memory for another CTA's partial sums: here there are none."""
+        return None
+
+    def expect_partials(self, received: Received | None):
+        """By one thread, before the cluster's CTAs meet: what the CTA will receive."""
 
     def acquire(self, pipeline: Pipeline, position, cta_rank, tx_bytes) -> cute.Pointer:
         """Wait for an empty stage; the barrier of what is loaded into it."""
@@ -190,6 +202,7 @@ class Gemm(GemmBase):
         pipeline: Pipeline,
         group: cutlass.Int32,
         sScales: cute.Tensor = None,
+        received: Received | None = None,
     ):
         """A consumer warpgroup: its rows of every tile, or every other tile."""
         m_tiles, n_tiles, k_tiles = self.tile_counts(params)

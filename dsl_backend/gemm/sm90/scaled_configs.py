@@ -59,6 +59,7 @@ class ScaledGemmConfig(GemmConfig):
         promotion: blocks of 128 columns of k between these additions; 1 where each block has scales.
         turns: 1 where a wgmma has both boxes of weights; 2 where they take turns in one set of accumulators, which is
             half as large: a tile can be wider.
+        splits: 2 where a cluster's CTAs have halves of a tile's k, and finish a consumer's rows each.
         overlap: there are two sets of accumulators of a turn: one is added while the other one's products run.
     """
 
@@ -67,6 +68,7 @@ class ScaledGemmConfig(GemmConfig):
     promotion: int = 1
     turns: int = 1
     overlap: bool = False
+    splits: int = 1
 
     def stored_columns(self, parts: int) -> int:
         """Columns of the output that a consumer stores at once: a box's where boxes take turns."""
@@ -91,7 +93,9 @@ class ScaledGemmConfig(GemmConfig):
         staged = self.epilogue_elements(spec.parts) * spec.dtypes.out.itemsize
         # Stages and buffers are multiples of what they are aligned to.
         scales = self.scale_bytes(spec) + SCALE_ALIGNMENT - ALIGNMENT_BYTES
-        return super().smem_bytes(spec) + scales - (staged if spec.wide else 0)
+        # Sums of a consumer's rows, and their barrier.
+        received = MMA_M * self.weight_rows * 4 + SCALE_ALIGNMENT if self.splits > 1 else 0
+        return super().smem_bytes(spec) + scales + received - (staged if spec.wide else 0)
 
     def scale_bytes(self, spec: ScaledGemmSpec) -> int:
         """Of x's scales of a stage's groups, or of a tile's rows of weights, for each consumer."""
@@ -113,6 +117,10 @@ class ScaledGemmConfig(GemmConfig):
             reasons.append(f"out {spec.out}: a tile has a part of a row, whose scale needs all of it")
         elif spec.out is not None:
             reasons += self.out_objections(spec, spec.out)
+        if self.splits not in (1, 2):
+            reasons.append(f"{self.splits} splits: 1 or 2 are possible")
+        elif self.splits > 1:
+            reasons += self.split_objections(spec)
         if self.turns not in (1, 2):
             reasons.append(f"{self.turns} turns: 1 or 2 are possible")
         sets = 2 if self.overlap else 1
@@ -121,6 +129,19 @@ class ScaledGemmConfig(GemmConfig):
         if needed > (most := self.consumer_registers - SCALED_SPARE_REGISTERS):
             reasons.append(f"{needed} registers for sums and outputs: {most} are the most")
         return reasons + super().objections(spec, smem_bytes)
+
+    def split_objections(self, spec: ScaledGemmSpec) -> list[str]:
+        """What halves of k need."""
+        reasons = []
+        if self.cluster > 1:
+            reasons.append("splits: the cluster shares a tile, and no weights")
+        if spec.batch_invariant or (spec.out is not None and spec.out.blocked):
+            reasons.append(f"splits: {spec} needs whole sums of several tiles, or the same for any number of rows")
+        if spec.weight.blocked and not spec.copies_scales:
+            reasons.append("splits: x's scales of groups must be column-major")
+        if spec.k <= self.splits * GROUP // 2:
+            reasons.append(f"splits: {spec.k} columns of k are one block")
+        return reasons
 
     def out_objections(self, spec: ScaledGemmSpec, out: ScaledFormat) -> list[str]:
         """What an output in e4m3 needs."""
@@ -195,6 +216,12 @@ OVERLAPPED_GEMMS = (
     ),
     *(ScaledGemmConfig(box_n=box_n, cluster=cluster, overlap=True) for box_n in (64, 32) for cluster in (1, 2)),
 )
+# For fewer tiles than half of the SMs, or about as many: a cluster for each tile.
+HALVED_GEMMS = (
+    *(ScaledGemmConfig(box_n=box_n, turns=2, overlap=True, splits=2) for box_n in (64, 96)),
+    ScaledGemmConfig(box_n=64, overlap=True, splits=2),
+    ScaledGemmConfig(box_n=64, splits=2),
+)
 TRADED_SMALL_M = ScaledSmallMConfig(tokens=64, groups=2, split_tokens=True, trade=True)
 
 # The first of those that the cost model finds equal is chosen: two consumers with 32 tokens each took 0.93 to 0.98 of
@@ -265,7 +292,7 @@ def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
 
 def tried(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
     """The same, and others that are worth a measurement."""
-    more = OVERLAPPED_GEMMS if spec.batch_invariant else (*OVERLAPPED_GEMMS, TRADED_SMALL_M)
+    more = OVERLAPPED_GEMMS if spec.batch_invariant else (*OVERLAPPED_GEMMS, *HALVED_GEMMS, TRADED_SMALL_M)
     found = (deepest(tiles, spec, smem_bytes) for tiles in more)
     return fitting(spec, smem_bytes) + [config for config in found if isinstance(config, ScaledConfig)]
 

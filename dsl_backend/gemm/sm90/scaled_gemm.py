@@ -24,13 +24,14 @@ from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.gemm.small_m import Received
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_operand, fence_register
-from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.copy import store_shared_remote, store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, fma, tree_max
 from dsl_backend.primitives.pipeline import Pipeline, warps
-from dsl_backend.primitives.schedule import raster
+from dsl_backend.primitives.schedule import raster, share
 from dsl_backend.quant.format import E4M3, GROUP
 from dsl_backend.quant.reference import LEAST_OF_GROUP
 
@@ -86,6 +87,8 @@ class ScaledGemm(Gemm):
         # The bias is added in the epilogue, behind the scales.
         self.biased = False
         # Boxes that may begin in one block of a weight's rows and end in the next one have two scales.
+        self.splits = config.splits
+        self.launched_together = self.cluster * self.splits
         self.box_blocks = 1 if GROUP % self.box_n == 0 else 2
         # Neighbouring columns of a box that are in the same block, wherever it begins.
         self.same_scale = math.gcd(self.box_n, GROUP)
@@ -152,6 +155,60 @@ class ScaledGemm(Gemm):
         acc = cute.make_rmem_tensor(acc_shape, cutlass.Float32)
         return row_tile, tCrX, [weights for _, _, weights, _ in found], acc
 
+    def rank(self):
+        """0 where a cluster's CTAs have the same tile."""
+        return super().rank() if self.splits == 1 else cutlass.Int32(0)
+
+    def k_part(self, k_tiles):
+        """A part of k where a cluster shares a tile."""
+        if self.splits == 1:
+            return super().k_part(k_tiles)
+        split = super().rank()
+        first = share(k_tiles, self.splits, split)
+        return first, share(k_tiles, self.splits, split + 1) - first
+
+    def k_part_of(self, params: ScaledParams):
+        """The same of all of x's columns."""
+        return self.k_part(cute.ceil_div(params.mX.shape[1], self.block_k))
+
+    def grid(self, operands, max_ctas: cutlass.Int32):
+        """With a cluster for each tile, all of them: what a CTA receives is one tile's."""
+        if self.splits == 1:
+            return super().grid(operands, max_ctas)
+        n_tiles = cute.ceil_div(operands.out.shape[1], self.columns)
+        return cute.ceil_div(operands.x.shape[0], self.tile_m) * n_tiles * self.splits, 1, 1
+
+    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+        """Of one consumer's rows, each thread's partial sums."""
+        if self.splits == 1:
+            return None
+        sums = self.consumer_m * 2 * self.box_n // WARPGROUP
+        # Neighbouring threads store 16 bytes side by side.
+        layout = cute.make_layout(((4, sums // 4), WARPGROUP), stride=((1, 4 * WARPGROUP), 4))
+        sPartials = smem.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        return Received(sPartials, smem.allocate_array(cutlass.Int64, 1))
+
+    def expect_partials(self, received: Received | None):
+        """See the base's."""
+        if received is not None:
+            cute.arch.mbarrier_init(received.mbar, 1)
+            cute.arch.mbarrier_arrive_and_expect_tx(received.mbar, 4 * cute.size(received.sPartials.layout))
+
+    @cute.jit
+    def sum_splits(self, received: Received, total: cute.Tensor, group: cutlass.Int32, thread: cutlass.Int32):
+        """Send the sums of rows that the cluster's other CTA finishes, or add its sums to those of one's own rows."""
+        split = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        flat = cute.make_tensor(total.iterator, cute.make_layout(cute.size(total)))
+        if group != split:
+            for i in cutlass.range_constexpr(cute.size(total) // 4):
+                words = [flat[4 * i + j] for j in range(4)]
+                target = received.sPartials.iterator + received.sPartials.layout((4 * i, thread))
+                store_shared_remote(words, target, received.mbar, 1 - split)
+        else:
+            cute.arch.mbarrier_wait(received.mbar, 0)
+            for i in cutlass.range_constexpr(cute.size(total)):
+                flat[i] = flat[i] + received.sPartials[i, thread]
+
     def place(self, first, tile, clusters, m_tiles, n_tiles):
         """(m_tile, n_tile) of the CTA's tile; tiles of a group of the output's columns follow one another."""
         if self.group_tiles == 1:
@@ -162,6 +219,8 @@ class ScaledGemm(Gemm):
 
     def schedule(self, m_tiles, n_tiles):
         """The same of groups of tiles, of which all are counted."""
+        if self.splits > 1:
+            return cute.arch.block_idx()[0] // self.splits, cute.arch.grid_dim()[0] // self.splits, 1
         first, clusters, groups = super().schedule(m_tiles, cute.ceil_div(n_tiles, self.group_tiles))
         return first, clusters, groups * self.group_tiles
 
@@ -176,11 +235,13 @@ class ScaledGemm(Gemm):
         pipeline: Pipeline,
         group: cutlass.Int32,
         sScales: cute.Tensor = None,
+        received: Received | None = None,
     ):
         """A consumer warpgroup: its rows of every tile."""
-        m_tiles, n_tiles, k_tiles = self.tile_counts(params)
+        m_tiles, n_tiles, _ = self.tile_counts(params)
+        _, k_tiles = self.k_part_of(params)
         first, clusters, tiles = self.schedule(m_tiles, n_tiles)
-        cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cta_rank = self.rank()
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
         accs = [acc, cute.make_rmem_tensor(acc.shape, cutlass.Float32)] if self.overlap else [acc]
@@ -239,15 +300,19 @@ class ScaledGemm(Gemm):
                 if cutlass.const_expr(self.copies_scales):
                     # They arrive beside the epilogue.
                     self.scales_of_lanes(params, of_lanes, next_n, 0, thread)
+                if cutlass.const_expr(self.splits > 1):
+                    self.sum_splits(received, total, group, thread)
                 # What the epilogue computes from it in front of the loop over tiles spills: 32 addresses did.
                 late = fence_register(thread)
-                tile_params = self.share_scales(params, mine, sScales, group, thread)
-                if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
-                    self.hold(tile_params, total, held, part, late, row, n_tile)
-                elif cutlass.const_expr(self.wide):
-                    self.store_wide(tile_params, total, row, n_tile, late)
-                else:
-                    self.epilogue(tile_params, total, sOut, group, late, m_tile, n_tile, row_tile)
+                # Where a cluster shares a tile, each CTA finishes one consumer's rows.
+                if self.splits == 1 or group == cute.arch.block_idx_in_cluster():
+                    tile_params = self.share_scales(params, mine, sScales, group, thread)
+                    if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
+                        self.hold(tile_params, total, held, part, late, row, n_tile)
+                    elif cutlass.const_expr(self.wide):
+                        self.store_wide(tile_params, total, row, n_tile, late)
+                    else:
+                        self.epilogue(tile_params, total, sOut, group, late, m_tile, n_tile, row_tile)
             if cutlass.const_expr(self.out_format is not None and self.out_format.blocked):
                 self.epilogue_of_groups(params, held, sOut, group, fence_register(thread), m_tile, n_tile, row_tile)
         if cutlass.const_expr(not self.wide):
@@ -439,7 +504,7 @@ class ScaledGemm(Gemm):
             of_lanes: those of the first WARP blocks.
             row: the first of the thread's rows of the tile.
         """
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        _, k_tiles = self.k_part_of(params)
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
         place = (params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread)
         for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -475,7 +540,7 @@ class ScaledGemm(Gemm):
             sScales, of_lanes: as `mainloop_of_copied` has them; unused without scales of blocks.
             row: the first of the thread's rows of the tile.
         """
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        _, k_tiles = self.k_part_of(params)
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
         place = (params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread)
         operands = (accs, total, tCrX, tCrW)
@@ -574,7 +639,8 @@ class ScaledGemm(Gemm):
         """Weights' scales of WARP blocks of k, of which each lane has one."""
         last = cute.ceil_div(params.mX.shape[1], self.block_k) - 1
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
-        self.weight_scales(params, of_lanes, 0, first_rows, cutlass.min(first_block + thread % WARP, last))
+        first, _ = self.k_part_of(params)
+        self.weight_scales(params, of_lanes, 0, first_rows, cutlass.min(first + first_block + thread % WARP, last))
 
     def first_weight_row(self, params: ScaledParams, n_tile, box: int):
         """The first row of weights of a box of a tile."""
