@@ -68,7 +68,7 @@ def tried(problem: Problem, target: Target, most: int) -> list[Choice]:
 
 def halves_fit(choice: Choice, rows: int, target: Target) -> bool:
     """Whether a cluster for each tile takes no more than about two rounds of SMs."""
-    config = choice.config
+    config: Any = choice.config
     tiles = -(-rows // config.tile_m) * -(-choice.spec.n // config.columns(choice.spec.parts))
     return 2 * tiles <= 2 * target.sm_count
 
@@ -114,7 +114,8 @@ def ours(problem: Problem, inputs: Inputs, choice: Choice, target: Target, works
 
 def told(choice: Choice) -> str:
     """A configuration in a few words."""
-    config, wide = choice.config, " f32" if choice.spec.wide else ""
+    config: Any = choice.config
+    wide = " f32" if choice.spec.wide else ""
     if isinstance(config, SmallMTiles):
         names = {name: getattr(config, name) for name in ("tokens", "tile_k", "groups", "num_splits", "trade")}
         return "few " + " ".join(f"{name[:6]}{int(value)}" for name, value in names.items()) + wide

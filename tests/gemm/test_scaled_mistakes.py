@@ -115,6 +115,21 @@ MISTAKES = (
         Mistake("overlap: one end too few", scaled_gemm, "if 2 * pairs + 1 < k_tiles:", "if 2 * pairs < k_tiles - 2:"),
     ),
     ("overlap", Mistake("overlap: a pair too many", scaled_gemm, "(k_tiles - 1) // 2", "k_tiles // 2")),
+    (
+        "halves",
+        Mistake(
+            "halves: sums are not awaited", scaled_gemm, "            cute.arch.mbarrier_wait(received.mbar, 0)\n", ""
+        ),
+    ),
+    (
+        "halves-blocks",
+        Mistake(
+            "halves: scales of the first half",
+            scaled_gemm,
+            "cutlass.min(first + first_block",
+            "cutlass.min(first_block",
+        ),
+    ),
     ("blocks-gated", Mistake("both boxes: sums of the first", scaled_gemm, "box % of_turn * (self", "0 * (self")),
     ("turns", Mistake("the first turn's columns twice", scaled_gemm, "at = j + (box + turn) *", "at = j + box *")),
     (

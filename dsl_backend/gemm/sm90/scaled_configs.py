@@ -292,7 +292,9 @@ def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
 
 def tried(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
     """The same, and others that are worth a measurement."""
-    more = OVERLAPPED_GEMMS if spec.batch_invariant else (*OVERLAPPED_GEMMS, *HALVED_GEMMS, TRADED_SMALL_M)
+    more: tuple[ScaledConfig, ...] = OVERLAPPED_GEMMS
+    if not spec.batch_invariant:
+        more = (*OVERLAPPED_GEMMS, *HALVED_GEMMS, TRADED_SMALL_M)
     found = (deepest(tiles, spec, smem_bytes) for tiles in more)
     return fitting(spec, smem_bytes) + [config for config in found if isinstance(config, ScaledConfig)]
 
