@@ -3,7 +3,7 @@
 
 All of a row take turns, so that they have the same clock. Each launch has another layer's weights, as many layers as
 L2 does not hold. Each row prints what dispatch chooses at present, the fastest configuration and the peers; the end
-repeats the rows, those that lose most to a peer first. `--json` keeps every time, for `benchmarks.scaled_linear.fit`.
+repeats the rows, those that lose most to a peer first. `--json` keeps every time.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.linear.scaled.cute import host
 from dsl_backend.linear.scaled.cute.host import Choice, chosen, estimated_us, precompile_spec
 from dsl_backend.linear.scaled.eager import How, outputs
-from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.providers import Launch
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import precompile
@@ -41,51 +40,28 @@ from .rows import LAYERS, ROWS
 SECONDS = 0.06
 # Configurations of a row besides the default.
 MOST = 7
-# Rows up to which few configurations are tried.
-FEW = 64
 
 
 def tried(problem: Problem, target: Target, most: int) -> list[Choice]:
-    """What dispatch chooses, then the best ones by the cost model, half of them with overlapped additions."""
+    """What dispatch chooses, then the best ones by the cost model, one of each kind of kernel first."""
     spec = problem.spec
     specs = [spec, spec.in_float32] if spec.out in sm90.QUANTISED_BESIDE else [spec]
-    default = chosen(spec, problem.m, target)
-    every = [Choice(one, config) for one in specs for config in sm90.tried(one, target.smem_bytes)]
-    worth = [one for one in every if worth_trying(one.spec, one.config, problem.m)]
-    ranked = sorted(worth, key=lambda one: estimated_us(one, problem.m, target))
-    new = [one for one in ranked if is_new(one)]
-    old = [one for one in ranked if not is_new(one)]
-    if problem.m < FEW:
-        return list(dict.fromkeys([default, *old[:1]]))
-    if problem.m == FEW:
-        return list(dict.fromkeys([default, *old[:3], *new[:1]]))
-    handed = [one for one in new if isinstance(one.config, SmallMTiles)][:1]
-    halved = [one for one in new if getattr(one.config, "splits", 1) > 1]
-    new = [one for one in new if one not in halved]
-    halved = [one for one in halved if halves_fit(one, problem.m, target)]
-    return list(dict.fromkeys([default, *old[: most // 3], *handed, *halved, *new[: most - most // 3]]))
+    every = [Choice(one, config) for one in specs for config in sm90.fitting(one, target.smem_bytes)]
+    ranked = sorted(
+        (one for one in every if sm90.was_timed(one.spec, one.config, problem.m)),
+        key=lambda one: estimated_us(one, problem.m, target),
+    )
+    of_kind = {kind_of(one): one for one in reversed(ranked)}
+    first = sorted(of_kind.values(), key=ranked.index)
+    return list(dict.fromkeys([chosen(spec, problem.m, target), *first, *ranked]))[: most + 1]
 
 
-def halves_fit(choice: Choice, rows: int, target: Target) -> bool:
-    """Whether a cluster for each tile takes no more than about two rounds of SMs."""
+def kind_of(choice: Choice) -> tuple[Any, ...]:
+    """What kernels differ in besides their tiles."""
     config: Any = choice.config
-    tiles = -(-rows // config.tile_m) * -(-choice.spec.n // config.columns(choice.spec.parts))
-    return 2 * tiles <= 2 * target.sm_count
-
-
-def is_new(choice: Choice) -> bool:
-    """Whether it is not among what dispatch chooses from."""
-    flags = ("overlap", "trade")
-    return any(getattr(choice.config, name, False) for name in flags) or getattr(choice.config, "splits", 1) > 1
-
-
-def worth_trying(spec: ScaledLinearSpec, config: Any, rows: int) -> bool:
-    """Whether a tile is neither much too small nor much too large for so many rows, and has not lost before."""
     if isinstance(config, SmallMTiles):
-        return rows <= 4 * config.tile_tokens and config.tile_tokens < 4 * max(rows, 4)
-    rare = config.promotion == 1 and config.turns == 1 and not config.overlap and not spec.weight.blocked
-    slow = spec.wide and spec.weight.blocked and rows >= 2048 and not config.overlap
-    return rows > config.tile_m // 4 and not rare and not slow
+        return choice.spec.wide, config.stream_k
+    return choice.spec.wide, config.turns, config.overlap, config.splits
 
 
 def ours(problem: Problem, inputs: Inputs, choice: Choice, target: Target, workspace: Workspace) -> Launch:
@@ -117,7 +93,7 @@ def told(choice: Choice) -> str:
     config: Any = choice.config
     wide = " f32" if choice.spec.wide else ""
     if isinstance(config, SmallMTiles):
-        names = {name: getattr(config, name) for name in ("tokens", "tile_k", "groups", "num_splits", "trade")}
+        names = {name: getattr(config, name) for name in ("tokens", "tile_k", "groups", "num_splits")}
         return "few " + " ".join(f"{name[:6]}{int(value)}" for name, value in names.items()) + wide
     flags = f"p{config.promotion} t{config.turns} c{config.cluster}" + (" overlap" if config.overlap else "")
     flags += " halves" if config.splits > 1 else ""

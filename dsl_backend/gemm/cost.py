@@ -67,6 +67,7 @@ class GemmCosts:
         copy_ns: of one of its TMA copies.
         stored_per_ns: elements that a CTA stores in a nanosecond.
         launch_ns: the rest of a launch.
+        handed_ns: of a tile whose k is divided among CTAs, what they hand each other.
     """
 
     power: float
@@ -79,6 +80,7 @@ class GemmCosts:
     copy_ns: float
     stored_per_ns: float
     launch_ns: float
+    handed_ns: float = 1500.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +199,7 @@ def max_ctas(config: GemmTiles | SmallMTiles, rows: int, target: Target) -> int:
         filled = GPC_SMS // config.num_splits * config.num_splits / GPC_SMS
         return max(int(CLUSTERED * filled * target.used_sms) // config.num_splits, 1) * config.num_splits
     cluster = config.num_splits if isinstance(config, SmallMTiles) else config.cluster
+    cluster *= 1 if isinstance(config, SmallMTiles) else config.k_parts
     return max(target.used_sms // cluster, 1) * cluster
 
 
@@ -292,7 +295,7 @@ def gemm_ns(
     """Of the persistent GEMM."""
     costs = all_costs.swap_ab if config.swaps_operands else all_costs.gemm
     m_tiles = ceil_div(rows, config.tile_m * config.cluster)
-    together, clusters = config.tiles_together(spec), ctas // config.cluster
+    together, clusters = config.tiles_together(spec), ctas // (config.cluster * config.k_parts)
     tiles = m_tiles * ceil_div(spec.n, config.columns(spec.parts) * together)
     waves = ceil_div(tiles, clusters)
     tile_k = block_k(spec.dtypes)
@@ -305,22 +308,25 @@ def gemm_ns(
 
     def step_ns(active: int) -> float:
         """Of a k tile while so many clusters run."""
+        running = active * config.k_parts
         return combined(
             costs.power,
             flops / (costs.flops * flops_of(rates, spec)) + config.mma_rows * costs.row_ns,
             # A cluster reads its weights once.
-            (x_bytes + box_bytes / config.cluster) * active * config.cluster / (costs.l2 * rates.l2 * sms),
+            (x_bytes + box_bytes / config.cluster) * running * config.cluster / (costs.l2 * rates.l2 * sms),
             # Tiles of a column have the same weights.
-            box_bytes * max(active / m_tiles, 1) / (GEMM_MEMORY * rates.memory * sms),
+            box_bytes * max(running / m_tiles, 1) / (GEMM_MEMORY * rates.memory * sms),
             costs.step_ns if config.cluster == 1 else costs.cluster_step_ns,
             copies_ns,
-            copied_rows_ns(spec, rows_copied, tile_k, 2 * active * config.cluster > sms, all_costs),
+            copied_rows_ns(spec, rows_copied, tile_k, 2 * running * config.cluster > sms, all_costs),
         )
 
     last = tiles - (waves - 1) * clusters
-    products_ns = ceil_div(spec.k, tile_k) * together * ((waves - 1) * step_ns(clusters) + step_ns(last))
+    k_tiles = ceil_div(ceil_div(spec.k, tile_k), config.k_parts)
+    products_ns = k_tiles * together * ((waves - 1) * step_ns(clusters) + step_ns(last))
     # All weights come from memory once.
     weights_ns = spec.weight_rows * spec.k * spec.dtypes.weight.itemsize / (GEMM_MEMORY * rates.memory * sms)
     epilogues = 1 if config.overlaps_epilogue else waves * together
     stored_ns = epilogues * config.tile_m * config.columns(spec.parts) / costs.stored_per_ns
-    return max(products_ns, weights_ns) + stored_ns + costs.launch_ns
+    handed_ns = costs.handed_ns * waves if config.k_parts > 1 else 0
+    return max(products_ns, weights_ns) + stored_ns + costs.launch_ns + handed_ns

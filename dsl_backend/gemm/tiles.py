@@ -35,6 +35,11 @@ class GemmTiles:
     band: int = 8
 
     @property
+    def k_parts(self) -> int:
+        """CTAs that each have a part of a tile's k."""
+        return 1
+
+    @property
     def tile_m(self) -> int:
         """Rows of x of a CTA's tile."""
         raise NotImplementedError

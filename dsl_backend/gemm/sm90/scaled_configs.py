@@ -20,8 +20,6 @@ MOST_PROMOTION = 4
 # Two sets of accumulators, and one of outputs that wait for the rest of their group. What is left of 232 registers is
 # for addresses, scales and the epilogue.
 SCALED_SPARE_REGISTERS = 40
-# With two scales of weights for a box 40 spilled 8 bytes.
-TWO_BLOCKS_REGISTERS = 0
 
 SCALE_ALIGNMENT = 128  # of TMA's copies
 
@@ -69,6 +67,10 @@ class ScaledGemmConfig(GemmConfig):
     turns: int = 1
     overlap: bool = False
     splits: int = 1
+
+    @property
+    def k_parts(self) -> int:
+        return self.splits
 
     def stored_columns(self, parts: int) -> int:
         """Columns of the output that a consumer stores at once: a box's where boxes take turns."""
@@ -125,7 +127,6 @@ class ScaledGemmConfig(GemmConfig):
             reasons.append(f"{self.turns} turns: 1 or 2 are possible")
         sets = 2 if self.overlap else 1
         needed = self.accumulators + sets * self.accumulators // self.turns + self.held(spec.out, spec.parts)
-        needed += TWO_BLOCKS_REGISTERS if spec.weight.blocked and GROUP % self.box_n else 0
         if needed > (most := self.consumer_registers - SCALED_SPARE_REGISTERS):
             reasons.append(f"{needed} registers for sums and outputs: {most} are the most")
         return reasons + super().objections(spec, smem_bytes)
@@ -163,18 +164,9 @@ MOST_TOKENS_OF_TWO = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledSmallMConfig(SmallMConfig):
-    """The GEMM of e4m3 operands for few rows: sums of a k tile are added to a second set of accumulators.
-
-    Attributes:
-        trade: two consumers get registers of a producer's warpgroup, for more tokens with scales of blocks.
-    """
+    """The GEMM of e4m3 operands for few rows: sums of a k tile are added to a second set of accumulators."""
 
     tile_k: int = BLOCK_K
-    trade: bool = False
-
-    @property
-    def trades_registers(self) -> bool:
-        return self.groups > 1 and (self.trade or super().trades_registers)
 
     @property
     def promotion(self) -> int:
@@ -186,7 +178,7 @@ class ScaledSmallMConfig(SmallMConfig):
         most = BLOCK_K if spec.weight.blocked else MOST_PROMOTION * BLOCK_K
         if self.tile_k % BLOCK_K or self.tile_k > most:
             reasons.append(f"tile_k {self.tile_k} is not a multiple of {BLOCK_K} up to {most}, with {spec.weight}")
-        crowded = spec.weight.blocked and self.groups > 1 and not self.trades_registers
+        crowded = spec.weight.blocked and self.groups > 1
         most = MOST_TOKENS_OF_TWO if crowded else MOST_TOKENS
         if self.tokens > most:
             reasons.append(f"{self.tokens} tokens of {self.groups} consumers with {spec.weight}: {most} are the most")
@@ -196,7 +188,7 @@ class ScaledSmallMConfig(SmallMConfig):
 
 
 # Tiles, with as many stages as fit. Wider ones than 192 columns leave no registers for two sets of accumulators, unless
-# boxes take turns: 256 are the fastest ones from 256 rows on (docs/scaled-gemm-sm90.md).
+# boxes take turns: with scales of blocks 256 are the fastest ones from 256 rows on (docs/scaled-gemm-sm90.md).
 SCALED_GEMMS = (
     *(ScaledGemmConfig(box_n=128, cluster=cluster, turns=2) for cluster in (1, 2)),
     *(
@@ -205,24 +197,19 @@ SCALED_GEMMS = (
         for cluster in (1, 2)
         for promotion in (1, MOST_PROMOTION)
     ),
-)
-
-# What is tried besides: sums are added while products run, and consumers with registers of the producer's warpgroup.
-OVERLAPPED_GEMMS = (
     *(
         ScaledGemmConfig(box_n=box_n, cluster=cluster, turns=2, overlap=True)
-        for box_n in (96, 80, 64)
+        for box_n in (96, 80)
         for cluster in (1, 2)
     ),
     *(ScaledGemmConfig(box_n=box_n, cluster=cluster, overlap=True) for box_n in (64, 32) for cluster in (1, 2)),
 )
-# For fewer tiles than half of the SMs, or about as many: a cluster for each tile.
+# A cluster for each tile, for about as many tiles as half of the SMs.
 HALVED_GEMMS = (
-    *(ScaledGemmConfig(box_n=box_n, turns=2, overlap=True, splits=2) for box_n in (64, 96)),
+    ScaledGemmConfig(box_n=96, turns=2, overlap=True, splits=2),
     ScaledGemmConfig(box_n=64, overlap=True, splits=2),
     ScaledGemmConfig(box_n=64, splits=2),
 )
-TRADED_SMALL_M = ScaledSmallMConfig(tokens=64, groups=2, split_tokens=True, trade=True)
 
 # The first of those that the cost model finds equal is chosen: two consumers with 32 tokens each took 0.93 to 0.98 of
 # the time of one with 64 (docs/performance.md).
@@ -239,64 +226,86 @@ SCALED_SPLIT_K = tuple(
     for num_splits in (2, 4, 8)
 )
 ScaledConfig = ScaledGemmConfig | ScaledSmallMConfig
-# Rows from which boxes in turns were timed, and those of gated layers with scales of blocks.
-TURNS_FROM, TURNS_OF_GATED_BLOCKS_FROM = 256, 64
+# Rows from which boxes in turns were timed, and those of gated layers with scales of blocks; halves of k; additions
+# beside products.
+TURNS_FROM, TURNS_OF_GATED_BLOCKS_FROM, HALVES_FROM, OVERLAP_FROM = 256, 64, 128, 64
+WIDE_BOXES_TO = 64
 
 
 def was_timed(spec: ScaledGemmSpec, config: object, rows: int) -> bool:
     """Whether a configuration may be chosen for so many rows, without being asked for."""
-    if not isinstance(config, ScaledGemmConfig) or config.turns == 1:
+    if not isinstance(config, ScaledGemmConfig):
         return True
-    gated_blocks = spec.weight.blocked and spec.activation is not None
-    return rows >= (TURNS_OF_GATED_BLOCKS_FROM if gated_blocks else TURNS_FROM)
+    if config.splits > 1:
+        return rows >= HALVES_FROM and spec.activation is None and (config.overlap or spec.weight.blocked)
+    if config.overlap:
+        return rows >= OVERLAP_FROM
+    if config.turns > 1:
+        gated_blocks = spec.weight.blocked and spec.activation is not None
+        return rows >= (TURNS_OF_GATED_BLOCKS_FROM if gated_blocks else TURNS_FROM)
+    # Sums of four blocks of k in a wgmma took 0.61 to 0.94 of the time (docs/performance.md).
+    if not spec.weight.blocked:
+        return config.promotion == MOST_PROMOTION
+    # Wide boxes that may lie in two blocks overlap.
+    return GROUP % config.box_n == 0 or config.box_n < 64 or (config.box_n <= 80 and rows <= WIDE_BOXES_TO)
 
 
-def costs_of_blocks(flops: float, step_ns: float, cluster_step_ns: float) -> Costs:
-    """What the persistent GEMM reaches where each block of k has scales."""
-    return replace(COSTS, gemm=replace(GEMM, flops=flops, step_ns=step_ns, cluster_step_ns=cluster_step_ns))
+def costs_of(flops: float, step_ns: float, cluster_step_ns: float, launch_ns: float, handed_ns: float = 0.0) -> Costs:
+    """What the persistent GEMM reaches."""
+    gemm = replace(
+        GEMM,
+        flops=flops,
+        step_ns=step_ns,
+        cluster_step_ns=cluster_step_ns,
+        launch_ns=launch_ns,
+        handed_ns=handed_ns,
+    )
+    return replace(COSTS, gemm=gemm)
 
 
-# Fitted to 76 timings of 6 layers with 1 to 8192 rows on an H100 and an H200: 5 % off. Without scales of blocks, the
-# costs of 16-bit GEMMs are 5 % off.
-ONE_SCALE = costs_of_blocks(0.68, 300.0, 305.0)
-# Boxes that may lie in two blocks.
-TWO_SCALES = costs_of_blocks(0.66, 380.0, 385.0)
-IN_TURNS = costs_of_blocks(0.92, 220.0, 600.0)
-# Not timed yet.
-OVERLAPPED = costs_of_blocks(0.95, 200.0, 205.0)
+# Fitted to 391 timings of 9 layers with 64 to 8192 rows on an H200, of which the best ones count most: 3 to 7 % off;
+# what is chosen takes 1 % longer than the best on average (docs/performance.md). With scales of blocks: boxes that lie
+# in one of them, those that may lie in two, boxes in turns; additions beside products of other blocks of k, and of the
+# other turn.
+ONE_SCALE = costs_of(0.882, 331.0, 335.0, 1007.0, 571.0)
+TWO_SCALES = costs_of(0.866, 381.0, 410.0, 1511.0)
+IN_TURNS = costs_of(0.889, 52.0, 872.0, 1004.0)
+BLOCKS_OVERLAP = costs_of(0.909, 280.0, 319.0, 1238.0, 998.0)
+TURNS_OVERLAP = costs_of(0.849, 408.0, 449.0, 1004.0, 1233.0)
+# With other scales.
+PROMOTED = costs_of(0.945, 24.0, 260.0, 1000.0)
+PROMOTED_IN_TURNS = costs_of(0.838, 67.0, 54.0, 1001.0)
+PROMOTED_BLOCKS_OVERLAP = costs_of(1.0, 110.0, 204.0, 1137.0, 1413.0)
+PROMOTED_TURNS_OVERLAP = costs_of(0.98, 75.0, 286.0, 1004.0, 1773.0)
 
 
 def costs(spec: ScaledGemmSpec, config: object) -> Costs:
     """Of a configuration's kernel, for the cost model."""
-    if isinstance(config, ScaledGemmConfig) and config.overlap:
-        return OVERLAPPED
-    if not (spec.weight.blocked and isinstance(config, ScaledGemmConfig)):
+    if not isinstance(config, ScaledGemmConfig):
         return COSTS
-    if GROUP % config.box_n:
-        return TWO_SCALES
-    return IN_TURNS if config.turns > 1 else ONE_SCALE
+    blocked = spec.weight.blocked
+    if config.overlap and config.turns == 1:
+        return BLOCKS_OVERLAP if blocked else PROMOTED_BLOCKS_OVERLAP
+    if config.overlap:
+        return TURNS_OVERLAP if blocked else PROMOTED_TURNS_OVERLAP
+    if config.turns > 1:
+        return IN_TURNS if blocked else PROMOTED_IN_TURNS
+    if not blocked:
+        return PROMOTED
+    return TWO_SCALES if GROUP % config.box_n else ONE_SCALE
 
 
 def tiles_of(spec: ScaledGemmSpec) -> tuple[ScaledConfig, ...]:
     """Tiles that may serve a problem. Where stream-K splits a sum depends on the number of tiles."""
     if spec.batch_invariant:
         return SCALED_GEMMS
-    return (*SCALED_SMALL_M, *(SCALED_SPLIT_K if spec.parts == 1 else ()), *SCALED_GEMMS)
+    return (*SCALED_SMALL_M, *(SCALED_SPLIT_K if spec.parts == 1 else ()), *SCALED_GEMMS, *HALVED_GEMMS)
 
 
 def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
     """The configurations that fit a problem, each with as many stages as fit."""
     found = (deepest(tiles, spec, smem_bytes) for tiles in tiles_of(spec))
     return [config for config in found if isinstance(config, ScaledConfig)]
-
-
-def tried(spec: ScaledGemmSpec, smem_bytes: int) -> list[ScaledConfig]:
-    """The same, and others that are worth a measurement."""
-    more: tuple[ScaledConfig, ...] = OVERLAPPED_GEMMS
-    if not spec.batch_invariant:
-        more = (*OVERLAPPED_GEMMS, *HALVED_GEMMS, TRADED_SMALL_M)
-    found = (deepest(tiles, spec, smem_bytes) for tiles in more)
-    return fitting(spec, smem_bytes) + [config for config in found if isinstance(config, ScaledConfig)]
 
 
 def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:

@@ -41,7 +41,6 @@ class ScaledSmallMGemm(SmallMGemm):
 
     def __init__(self, key: ScaledKey[ScaledSmallMConfig]):
         super().__init__(key)
-        self.min_ctas = 1 if key.config.trades_registers else 0
         self.blocked, self.quantised = key.weight.blocked, key.out is not None
         self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
 

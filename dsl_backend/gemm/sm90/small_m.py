@@ -26,9 +26,6 @@ HEAD_START = 4
 class SmallMGemm(SmallMGemmBase):
     """See `gemm/small_m.py`."""
 
-    # See `Gemm.min_ctas`.
-    min_ctas = 0
-
     def __init__(self, key: GemmKey[SmallMConfig]):
         super().__init__(key, ScalarArithmetic())
         config = key.config
@@ -48,7 +45,6 @@ class SmallMGemm(SmallMGemmBase):
             block=(self.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
-            min_blocks_per_mp=self.min_ctas,
             use_pdl=True,
         )
 

@@ -36,6 +36,9 @@ FEW_ROWS = {128: 1.14, 256: 1.05}
 # The same of split-K with scales of blocks: 64 rows took 34.6 and 41.1 us on an H200, of which it has 19.1 and 31.0
 # (n x k of 4096 x 14336 and 7168 x 16384, clusters of two), 16 rows 26.1 of 15.6.
 SPLIT_BLOCKS = 1.4
+# And of tiles of more than 32 tokens with scales of blocks: 64 rows took 1.23 to 1.39 of what it has with stream-K, and
+# 1.35 to 1.84 with split-K (docs/performance.md).
+MANY_TOKENS, MANY_BLOCKS, MANY_SPLIT_BLOCKS = 32, 1.32, 1.6
 
 
 class Choice(NamedTuple):
@@ -65,12 +68,18 @@ def estimated_us(choice: Choice, rows: int, target: Target) -> float:
     config = choice.config
     products_us = estimate_us(config, choice.spec, rows, target, sm90.costs(choice.spec, config))
     if isinstance(config, SmallMTiles):
-        split = choice.spec.weight.blocked and not config.stream_k
-        products_us *= SPLIT_BLOCKS if split else FEW_ROWS[config.tile_k]
+        products_us *= few_rows_factor(choice.spec, config)
     if not choice.spec.wide:
         return products_us
     # Written and read in 4 bytes, and written in one, at what memory's stated rate gives in a microsecond.
     return products_us + QUANTISING_US + 9 * rows * choice.spec.n / (1000 * target.chips[0].memory_gb_s)
+
+
+def few_rows_factor(spec: ScaledLinearSpec, config: SmallMTiles) -> float:
+    """What the GEMM for few rows takes, of what the model has."""
+    if spec.weight.blocked and config.tile_tokens > MANY_TOKENS:
+        return MANY_BLOCKS if config.stream_k else MANY_SPLIT_BLOCKS
+    return SPLIT_BLOCKS if spec.weight.blocked and not config.stream_k else FEW_ROWS[config.tile_k]
 
 
 @lru_cache(maxsize=1 << 16)
