@@ -243,7 +243,7 @@ def was_timed(spec: ScaledGemmSpec, config: object, rows: int) -> bool:
     if config.turns > 1:
         gated_blocks = spec.weight.blocked and spec.activation is not None
         return rows >= (TURNS_OF_GATED_BLOCKS_FROM if gated_blocks else TURNS_FROM)
-    # Sums of four blocks of k in a wgmma took 0.61 to 0.94 of the time (docs/performance.md).
+    # Sums of four blocks of k in a wgmma took 0.66 to 0.97 of the time (docs/performance.md).
     if not spec.weight.blocked:
         return config.promotion == MOST_PROMOTION
     # Wide boxes that may lie in two blocks overlap.
