@@ -46,6 +46,7 @@ class Run:
     arch: str = "sm_90a"
     split: bool = True
     mla_config: Any = None
+    dense_config: Any = None
     sms: int = SMS
 
     def kernel(self, spec: Any) -> Kernel:
@@ -58,7 +59,10 @@ class Run:
         dequant_stages, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
         tile_n = 32 if wide else 64
         config: Any = sm90.DenseConfig(groups=1, tile_n=tile_n, stages=2, dequant_stages=dequant_stages)
-        if self.arch != "sm_90a":
+        if self.dense_config is not None:
+            config = self.dense_config
+            assert not config.objections(spec, target.smem_bytes)
+        elif self.arch != "sm_90a":
             config = sm100.DenseConfig(
                 softmax_warpgroups=1 if self.split or spec.head_dim > 128 else 2,
                 tile_n=tile_n,
@@ -69,8 +73,18 @@ class Run:
         return made
 
 
+FEW_ROWS = replace(DECODE, q_lens=(1, 3, 0, 1, 6), kv_lens=(700, 200, 0, 33, 400))
+WIDE_TASKS = Case(q_lens=(16, 1), kv_lens=(1200, 700), heads=(8, 2))
+SM90_FEW_ROWS = sm90.DenseConfig(groups=1, tile_n=64, stages=2, fold_few_rows=True, combine_by_tasks=True)
+
 RUNS = (
     Run("decode", DECODE),
+    # Work tiles of up to 16 rows are folded in shared memory, larger ones in global memory.
+    Run("decode-few-rows", FEW_ROWS, dense_config=SM90_FEW_ROWS),
+    # One CTA has all splits.
+    Run("decode-few-rows-one-cta", FEW_ROWS, dense_config=SM90_FEW_ROWS, sms=1),
+    # More tasks of 32 columns than warps: the combine kernel's tasks have 128 columns.
+    Run("decode-wide-tasks", WIDE_TASKS, dense_config=SM90_FEW_ROWS, sms=2),
     Run("decode-fp8", replace(DECODE, fp8=True, page=64, sinks=True)),
     Run("decode-window", replace(DECODE, window=(150, None), softcap=5.0)),
     Run("prefill", PREFILL, split=False),
@@ -110,7 +124,7 @@ RUNS = (
     Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
-QUICK = ("decode", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
+QUICK = ("decode", "decode-few-rows", "decode-wide-tasks", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]

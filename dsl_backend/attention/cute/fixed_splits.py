@@ -15,6 +15,10 @@ SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 128, 256, 2048
 MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 1024, 16, 256
 
 
+# (keys from where, keys) of longer splits; None: all splits of the layer are equally long.
+LONG_SPLITS: tuple[int, int] | None = None
+
+
 def split_keys(spec: AttentionSpec) -> int:
     """Keys of a split."""
     if spec.mla:
@@ -25,3 +29,11 @@ def split_keys(spec: AttentionSpec) -> int:
 def tiles_per_split(spec: AttentionSpec, tile_n: int) -> int:
     """Key tiles of a split; 0 if the layer is not batch-invariant."""
     return max(1, split_keys(spec) // tile_n) if spec.batch_invariant else 0
+
+
+def long_splits(spec: AttentionSpec, tile_n: int) -> tuple[int, int]:
+    """(the key tile from which on splits are longer, their key tiles); zeros if all are equally long."""
+    if not spec.batch_invariant or spec.mla or LONG_SPLITS is None:
+        return 0, 0
+    begin, keys = LONG_SPLITS
+    return begin // tile_n, keys // tile_n
