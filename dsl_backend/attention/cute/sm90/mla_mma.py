@@ -29,7 +29,7 @@ from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftm
 from dsl_backend.attention.cute.sm90.split_fold import VECTOR, FoldWorkspace, SplitFold
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import row_offset
-from dsl_backend.primitives.accumulators import downcast, fence_operand
+from dsl_backend.primitives.accumulators import downcast, fence_operand, fence_register
 from dsl_backend.primitives.copy import clear_rows, store_vector
 
 # Named barriers; 0 is that of the CTA. P_READY + g: P of warpgroup g is in shared memory.
@@ -174,11 +174,18 @@ class MlaMmaConsumer:
             # The next Q may be larger, and be loaded to where the fold waits.
             keeps_q = folds and num_splits > 1 and work.num_rows <= self.key.smem_fold_rows
         work = work._replace(partial_idx=partial_idx)
+        if cutlass.const_expr(self.config.early_qk):
+            if self.group == 0:
+                self.issue_qk(work, tiles)
         for index in cutlass.range(num_splits, unroll=1):
             split = split_of(self.key, work, index)
             is_last = index + 1 == num_splits
             releases_q = is_last and not keeps_q
             self.mma_tiles(split, tiles + work.n_block_max - split.n_block_max, splits + index, releases_q)
+            if cutlass.const_expr(self.config.early_qk):
+                # S of the next split's first tile, during the fold.
+                if self.group == 0 and not is_last:
+                    self.issue_qk(work, tiles + work.n_block_max - split.n_block_min)
             # Also resets row_max and row_sum.
             self.split_fold.end_split()
             if folds:
@@ -191,7 +198,9 @@ class MlaMmaConsumer:
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.release_q()
             if is_last or not folds:
-                self.epilogue(split)
+                # Else the addresses of all outputs would be computed before the loop, and take the registers that a
+                # fold loads into.
+                self.epilogue(split._replace(q_offset=fence_register(split.q_offset)))
             self.acc_O.fill(0.0)
         return splits + num_splits
 
@@ -213,8 +222,10 @@ class MlaMmaConsumer:
     def mainloop_even(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
         """The first warpgroup's work tile, with S of the even key tiles; `tiles`: key tiles before it."""
         count = work.n_block_max - work.n_block_min
+        early_qk = cutlass.const_expr(self.config.early_qk and self.key.tiles_per_split > 0)
         for step in cutlass.range(0, count, 2, unroll=1):
-            self.issue_qk(work, tiles + step)
+            if cutlass.const_expr(not early_qk):
+                self.issue_qk(work, tiles + step)
             warpgroup.wait_group(0)
             self.release_k(work, step, tiles + step, releases_q)
             self.online_softmax(work, step)
@@ -224,6 +235,9 @@ class MlaMmaConsumer:
                 self.issue_pv_shared(work, step + 1, tiles + step + 1)
                 warpgroup.wait_group(0)
                 self.release_v(tiles + step + 1)
+            if cutlass.const_expr(early_qk):
+                if step + 2 < count:
+                    self.issue_qk(work, tiles + step + 2)
 
     @cute.jit
     def mainloop_odd(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
