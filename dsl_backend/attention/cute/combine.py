@@ -339,7 +339,8 @@ class CombineThread:
         offset = cutlass.Int64(partial_idx) * self.size + row * self.columns + column
         lane_max, lane_sum = self.lane_stats(row, partial_idx, num_splits)
         for i in cutlass.range_constexpr(in_flight):
-            self.load_in_order(partial_O, i, offset + i * self.size, column, i < num_splits)
+            self.load_in_order(partial_O, i, offset, column, i < num_splits)
+            offset += self.size
         for first in cutlass.range(0, num_splits, WARP, unroll=1):
             count = num_splits - first
             next_max, next_sum = self.lane_stats(row, partial_idx + first + WARP, count - WARP)
@@ -359,10 +360,10 @@ class CombineThread:
                             for j in cutlass.range_constexpr(vector):
                                 acc_O[j] = fma(partial_O[j, i], split_scale, acc_O[j] * scale_before)
                         following = at + i + in_flight
-                        self.load_in_order(partial_O, i, offset + following * self.size, column, following < count)
+                        self.load_in_order(partial_O, i, offset, column, following < count)
+                        offset += self.size
             row_max = cute.arch.shuffle_sync(new_max, WARP - 1)
             lane_max, lane_sum = next_max, next_sum
-            offset += WARP * self.size
         self.store(acc_O, row_max, row_sum, split_range.q_offset, split_range.head_block, row, column)
 
     @cute.jit

@@ -28,7 +28,6 @@ class MlaConfig(MlaTileConfig):
             during its softmax. Otherwise after it, and the first tile's stage is empty sooner.
         speculative_max: as in `DenseConfig`.
         combine_many_rows, combine_by_tasks: as `many_rows` and `by_tasks` of SplitKVCombine.
-        early_qk: S of the first tile of a batch-invariant layer's next split is computed while the one before is folded.
         fold_in_smem: a CTA folds the splits of a batch-invariant layer in shared memory where a work tile has up to
             SMEM_FOLD_ROWS rows, whose Q leaves room for them; of a split output tile, those from its last split on.
     """
@@ -37,7 +36,6 @@ class MlaConfig(MlaTileConfig):
     speculative_max: bool = False
     combine_many_rows: bool = False
     combine_by_tasks: bool = False
-    early_qk: bool = False
     fold_in_smem: bool = False
 
     @property

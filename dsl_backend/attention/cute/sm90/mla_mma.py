@@ -174,18 +174,11 @@ class MlaMmaConsumer:
             # The next Q may be larger, and be loaded to where the fold waits.
             keeps_q = folds and num_splits > 1 and work.num_rows <= self.key.smem_fold_rows
         work = work._replace(partial_idx=partial_idx)
-        if cutlass.const_expr(self.config.early_qk):
-            if self.group == 0:
-                self.issue_qk(work, tiles)
         for index in cutlass.range(num_splits, unroll=1):
             split = split_of(self.key, work, index)
             is_last = index + 1 == num_splits
             releases_q = is_last and not keeps_q
             self.mma_tiles(split, tiles + work.n_block_max - split.n_block_max, splits + index, releases_q)
-            if cutlass.const_expr(self.config.early_qk):
-                # S of the next split's first tile, during the fold.
-                if self.group == 0 and not is_last:
-                    self.issue_qk(work, tiles + work.n_block_max - split.n_block_min)
             # Also resets row_max and row_sum.
             self.split_fold.end_split()
             if folds:
@@ -202,6 +195,9 @@ class MlaMmaConsumer:
                 # fold loads into.
                 self.epilogue(split._replace(q_offset=fence_register(split.q_offset)))
             self.acc_O.fill(0.0)
+            # Not read again. Else they would take the registers that a fold loads into as well.
+            self.acc_S.fill(0.0)
+            self.tOrP.fill(0.0)
         return splits + num_splits
 
     @cute.jit
@@ -222,10 +218,8 @@ class MlaMmaConsumer:
     def mainloop_even(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
         """The first warpgroup's work tile, with S of the even key tiles; `tiles`: key tiles before it."""
         count = work.n_block_max - work.n_block_min
-        early_qk = cutlass.const_expr(self.config.early_qk and self.key.tiles_per_split > 0)
         for step in cutlass.range(0, count, 2, unroll=1):
-            if cutlass.const_expr(not early_qk):
-                self.issue_qk(work, tiles + step)
+            self.issue_qk(work, tiles + step)
             warpgroup.wait_group(0)
             self.release_k(work, step, tiles + step, releases_q)
             self.online_softmax(work, step)
@@ -235,9 +229,6 @@ class MlaMmaConsumer:
                 self.issue_pv_shared(work, step + 1, tiles + step + 1)
                 warpgroup.wait_group(0)
                 self.release_v(tiles + step + 1)
-            if cutlass.const_expr(early_qk):
-                if step + 2 < count:
-                    self.issue_qk(work, tiles + step + 2)
 
     @cute.jit
     def mainloop_odd(self, work: WorkTile, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool):
