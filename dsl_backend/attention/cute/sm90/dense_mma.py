@@ -378,8 +378,9 @@ class MmaConsumer:
             self.split_fold.end_split()
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
-                if self.folds_to_partial(work):
-                    self.fold_split(work, work.n_block_min)
+                if cutlass.const_expr(self.key.smem_fold_rows > 0):
+                    if self.folds_to_partial(work):
+                        self.fold_split(work, work.n_block_min)
                 self.store_partial(work, work.n_block_min)
             else:
                 self.store_out(work)
