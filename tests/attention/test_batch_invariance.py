@@ -74,8 +74,7 @@ class Run:
 
 
 FEW_ROWS = replace(DECODE, q_lens=(1, 3, 0, 1, 6), kv_lens=(700, 200, 0, 33, 400))
-WIDE_TASKS = Case(q_lens=(16, 1), kv_lens=(1200, 700), heads=(8, 2))
-SM90_FEW_ROWS = sm90.DenseConfig(groups=1, tile_n=64, stages=2, fold_few_rows=True, combine_by_tasks=True)
+SM90_FEW_ROWS = sm90.DenseConfig(groups=1, tile_n=64, stages=2, fold_few_rows=True)
 
 RUNS = (
     Run("decode", DECODE),
@@ -83,8 +82,6 @@ RUNS = (
     Run("decode-few-rows", FEW_ROWS, dense_config=SM90_FEW_ROWS),
     # One CTA has all splits.
     Run("decode-few-rows-one-cta", FEW_ROWS, dense_config=SM90_FEW_ROWS, sms=1),
-    # More tasks of 32 columns than warps: the combine kernel's tasks have 128 columns.
-    Run("decode-wide-tasks", WIDE_TASKS, dense_config=SM90_FEW_ROWS, sms=2),
     Run("decode-fp8", replace(DECODE, fp8=True, page=64, sinks=True)),
     Run("decode-window", replace(DECODE, window=(150, None), softcap=5.0)),
     Run("prefill", PREFILL, split=False),
@@ -96,11 +93,14 @@ RUNS = (
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),
     Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3)),
-    # Work tiles of one token, which are folded beside Q, before and after larger ones.
+    # Work tiles of one token, which are folded beside Q, before and after larger ones. The combine kernel's tasks have
+    # 128 columns in a batch, and 32 for one request.
     Run(
         "mla-fold-in-smem",
         replace(MLA, q_lens=(1, 6, 0, 1, 1, 1, 2), kv_lens=(420, 200, 0, 33, 500, 300, 290)),
-        mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True, fold_in_smem=True),
+        mla_config=mla_sm90.MlaConfig(
+            tile_n=32, stages=3, speculative_max=True, fold_in_smem=True, combine_by_tasks=True
+        ),
     ),
     # One CTA: Q of the second request is loaded to where the fold of the first one waits.
     Run(
@@ -124,7 +124,7 @@ RUNS = (
     Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
-QUICK = ("decode", "decode-few-rows", "decode-wide-tasks", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
+QUICK = ("decode", "decode-few-rows", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]

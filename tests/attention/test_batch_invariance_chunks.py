@@ -51,7 +51,6 @@ class Layer:
         split_keys: so few that the prompt has several splits.
         configs: for long queries, and for short ones if these have a kernel of their own.
         other: the same for long queries, in another configuration with the same bits.
-        long_splits: as in `fixed_splits`.
     """
 
     case: Case
@@ -59,7 +58,6 @@ class Layer:
     split_keys: int
     configs: tuple[Any, ...]
     other: Any = None
-    long_splits: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> int:
@@ -120,14 +118,6 @@ SM100_FP8 = replace(SM100_LONG, dequant_stages=2)
 SM100_MLA = mla_sm100.MlaConfig(tile_n=32, stages=3)
 LAYERS = {
     "sm90": Layer(Case(heads=(4, 2), q_gain=4.0, **DENSE), "sm_90a", 128, (SM90_LONG,) * 2, SM90_OTHER),
-    "sm90-long-splits": Layer(
-        Case(heads=(4, 2), q_gain=4.0, **DENSE),
-        "sm_90a",
-        64,
-        (SM90_LONG, replace(SM90_LONG, fold_few_rows=True, combine_by_tasks=True)),
-        SM90_OTHER,
-        long_splits=(128, 128),
-    ),
     "sm90-window": Layer(
         Case(heads=(2, 1), window=(150, None), softcap=5.0, **DENSE), "sm_90a", 128, (SM90_LONG,) * 2, SM90_OTHER
     ),
@@ -165,14 +155,6 @@ LAYERS = {
         (SM100_LONG, SM100_SHORT),
         replace(SM100_SHORT, query_stages=2),
     ),
-    "sm100-long-splits": Layer(
-        Case(heads=(4, 2), q_gain=4.0, **DENSE),
-        "sm_100a",
-        64,
-        (SM100_LONG, SM100_SHORT),
-        replace(SM100_SHORT, query_stages=2),
-        long_splits=(128, 128),
-    ),
     "sm100-window": Layer(
         Case(heads=(2, 1), window=(150, None), softcap=5.0, **DENSE),
         "sm_100a",
@@ -207,8 +189,6 @@ QUICK = {
     ("sm90", "short"),
     ("sm90", "short-own-splits"),
     ("sm90", "other-config"),
-    ("sm90-long-splits", "short"),
-    ("sm90-long-splits", "short-own-splits"),
     ("sm90-window", "chunks"),
     ("sm90-mla", "chunks"),
     ("sm90-mla-smem", "short"),
@@ -275,7 +255,6 @@ def limit_scratch(layer: Layer, problem: Problem, way: Way, monkeypatch: pytest.
 
 def short_splits(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_splits, "split_keys", lambda spec: layer.split_keys)
-    monkeypatch.setattr(fixed_splits, "LONG_SPLITS", layer.long_splits)
 
 
 def differing_rows(layer: Layer, way: Way, monkeypatch: pytest.MonkeyPatch, *, whole: Way | None = None) -> list[int]:

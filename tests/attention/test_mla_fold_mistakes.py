@@ -106,8 +106,8 @@ MISTAKES = (
         SEVERAL_CTAS,
         split_kv.FixedSplitKVTileScheduler,
         "folded splits are combined again",
-        "split_at(self.key, n_block_min) + 1 - folded",
-        "split_at(self.key, n_block_min) + 1",
+        "quotient(n_block_min, self.tiles_per_split) + 1 - folded",
+        "quotient(n_block_min, self.tiles_per_split) + 1",
     ),
     (
         SEVERAL_CTAS,

@@ -53,8 +53,6 @@ def key_of(**facts: object) -> LayerKey:
         "lse": False,
         "split": False,
         "tiles_per_split": 0,
-        "long_splits_from": 0,
-        "tiles_per_long_split": 0,
         "scores": ScoreModKey(softcap=False, alibi=False, sinks=None, signed=False),
     }
     return LayerKey(**(usual | facts))  # type: ignore[arg-type]

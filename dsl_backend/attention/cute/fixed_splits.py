@@ -12,11 +12,7 @@ SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 128, 256, 2048
 # one request of 8k keys, 8 of 8k, 64 of 4k, 128 of 4k took: 16 heads with 256 keys 16.7, 43.0, 146, 304, with 512 21.3,
 # 41.0, 135, 276; 128 heads with 512 keys 25.7, 71.3, 225, 446, with 1024 37.1, 57.3, 183, 360, with 2048 59.9, 71.6,
 # 154, 302. The kernels without batch invariance: 12.8, 38.0, 114, 213; 21.4, 53.0, 135, 261.
-MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 1024, 16, 256
-
-
-# (keys from where, keys) of longer splits; None: all splits of the layer are equally long.
-LONG_SPLITS: tuple[int, int] | None = None
+MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 1024, 16, 512
 
 
 def split_keys(spec: AttentionSpec) -> int:
@@ -29,11 +25,3 @@ def split_keys(spec: AttentionSpec) -> int:
 def tiles_per_split(spec: AttentionSpec, tile_n: int) -> int:
     """Key tiles of a split; 0 if the layer is not batch-invariant."""
     return max(1, split_keys(spec) // tile_n) if spec.batch_invariant else 0
-
-
-def long_splits(spec: AttentionSpec, tile_n: int) -> tuple[int, int]:
-    """(the key tile from which on splits are longer, their key tiles); zeros if all are equally long."""
-    if not spec.batch_invariant or spec.mla or LONG_SPLITS is None:
-        return 0, 0
-    begin, keys = LONG_SPLITS
-    return begin // tile_n, keys // tile_n

@@ -10,7 +10,7 @@ import torch
 from dsl_backend.attention.cute.args import DenseTensors, MlaTensors
 from dsl_backend.attention.cute.extend import Tiling, shortest_of_split
 from dsl_backend.attention.cute.fake_args import ALIGNMENT
-from dsl_backend.attention.cute.fixed_splits import long_splits, tiles_per_split
+from dsl_backend.attention.cute.fixed_splits import tiles_per_split
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.row_groups import row_group
@@ -50,7 +50,6 @@ def facts_of(
     pack_gqa: int,
     split: bool,
     tiles_per_split: int,
-    long_splits: tuple[int, int],
 ) -> dict[str, Any]:
     """The fields of a LayerKey."""
     return {
@@ -68,8 +67,6 @@ def facts_of(
         "lse": lse,
         "split": split,
         "tiles_per_split": tiles_per_split,
-        "long_splits_from": long_splits[0],
-        "tiles_per_long_split": long_splits[1],
         "scores": ScoreModKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
         ),
@@ -241,7 +238,6 @@ class LayerKernel(Kernel):
             pack_gqa=self.pack_gqa,
             split=self.split,
             tiles_per_split=self.tiles_per_split,
-            long_splits=long_splits(self.spec, self.config.tile_n),
         )
         return self.key_type(config=self.config, **facts)
 

@@ -46,8 +46,6 @@ class LayerKey:
         split: split-KV, rather than whole query tiles.
         tiles_per_split: key tiles of a split of a batch-invariant layer, which begins at a multiple of them. Splits are
             combined from the last to the first. 0 if the layer is not batch-invariant.
-        long_splits_from, tiles_per_long_split: splits from this key tile on, which is a multiple, have so many tiles; 0
-            if all are equally long.
     """
 
     dtype: str
@@ -64,8 +62,6 @@ class LayerKey:
     lse: bool
     split: bool
     tiles_per_split: int
-    long_splits_from: int
-    tiles_per_long_split: int
     scores: ScoreModKey
 
     @property

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Split-KV of batch-invariant layers: splits begin at fixed keys, and each has a partial result of its own.
 
-A split begins at a multiple of `key.tiles_per_split` key tiles, from key tile `key.long_splits_from` on at one of
-`key.tiles_per_long_split`, whatever the batch, the query lengths and the grid are,
+A split begins at a multiple of `key.tiles_per_split` key tiles, whatever the batch, the query lengths and the grid are,
 and the results of an output tile's splits are combined from the last split to the first. So a row's sums have the same
 keys and the same order always. Which CTA processes a split does not change a bit: that is balanced over the batch.
 """
@@ -130,7 +129,7 @@ class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
     @cute.jit
     def split_boundary(self, tile: cutlass.Int32, n_block_min: cutlass.Int32, n_block_max: cutlass.Int32):
         """The begin of the split that has key tile `tile`; n_block_max, n_block_min: of the output tile."""
-        boundary = cutlass.max(split_begin(self.key, split_at(self.key, tile)), n_block_min)
+        boundary = cutlass.max(quotient(tile, self.tiles_per_split) * self.tiles_per_split, n_block_min)
         return n_block_max if tile == n_block_max else boundary
 
     @cute.jit
@@ -141,23 +140,23 @@ class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
         end = self.split_boundary(first_tile, n_block_min, n_block_max)
         begin = self.split_boundary(first_tile - part.num_tiles, n_block_min, n_block_max)
         if end > begin:
-            last_split = split_at(self.key, n_block_max - 1)
+            last_split = quotient(n_block_max - 1, self.tiles_per_split)
             first_partial, partial_idx = self.first_partial(part, share), cutlass.Int32(NOT_SPLIT)
             if end - begin < part.key_tiles:
-                partial_idx = first_partial + last_split - split_at(self.key, end - 1)
+                partial_idx = first_partial + last_split - quotient(end - 1, self.tiles_per_split)
             head_block = part.head_block * self.cluster + share.cta_rank
             begins = end == n_block_max and partial_idx != NOT_SPLIT
             folded, marked_idx = cutlass.Int32(0), partial_idx
             if cutlass.const_expr(self.key.smem_fold_rows > 0):
                 num_rows = cutlass.min(part.seqlen_q - part.token, self.tokens_per_tile) * self.key.pack_gqa
                 if begins and num_rows <= self.key.smem_fold_rows:
-                    folded = last_split - split_at(self.key, begin)
+                    folded = last_split - quotient(begin, self.tiles_per_split)
                     marked_idx = partial_idx + FOLDED_PARTIAL
             work = self.whole_splits(part, head_block, begin, end, marked_idx)
             self.work_pipeline.produce(num_produced, work)
             num_produced += 1
             if begins:
-                num_splits = last_split - split_at(self.key, n_block_min) + 1 - folded
+                num_splits = last_split - quotient(n_block_min, self.tiles_per_split) + 1 - folded
                 self.write_split_range(work, share, first_partial + folded)
         return num_produced, num_splits
 
@@ -187,41 +186,10 @@ class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
 
 
 @cute.jit
-def split_at(key: cutlass.Constexpr, tile: cutlass.Int32):
-    """The split that has a key tile."""
-    split = quotient(tile, key.tiles_per_split)
-    if cutlass.const_expr(key.long_splits_from > 0):
-        first = cutlass.const_expr(key.long_splits_from // key.tiles_per_split)
-        if tile >= key.long_splits_from:
-            split = first + quotient(tile - key.long_splits_from, key.tiles_per_long_split)
-    return split
-
-
-@cute.jit
-def split_begin(key: cutlass.Constexpr, split: cutlass.Int32):
-    """A split's first key tile."""
-    tile = split * key.tiles_per_split
-    if cutlass.const_expr(key.long_splits_from > 0):
-        first = cutlass.const_expr(key.long_splits_from // key.tiles_per_split)
-        if split >= first:
-            tile = key.long_splits_from + (split - first) * key.tiles_per_long_split
-    return tile
-
-
-@cute.jit
-def split_begins(key: cutlass.Constexpr, tile: cutlass.Int32):
-    """Whether a split begins at a key tile."""
-    begins = tile % key.tiles_per_split == 0
-    if cutlass.const_expr(key.long_splits_from > 0):
-        # A multiple of the long splits' tiles.
-        begins = begins and (tile < key.long_splits_from or tile % key.tiles_per_long_split == 0)
-    return begins
-
-
-@cute.jit
 def num_splits_of(key: cutlass.Constexpr, work: WorkTile):
     """Splits of a work tile."""
-    return split_at(key, work.n_block_max - 1) - split_at(key, work.n_block_min) + 1
+    last, first = quotient(work.n_block_max - 1, key.tiles_per_split), quotient(work.n_block_min, key.tiles_per_split)
+    return last - first + 1
 
 
 @cute.jit
@@ -230,9 +198,9 @@ def split_of(key: cutlass.Constexpr, work: WorkTile, index: cutlass.Int32):
 
     Its partial result has index `partial_idx`, unless the work tile is not split.
     """
-    split = split_at(key, work.n_block_max - 1) - index
-    n_block_min = cutlass.max(work.n_block_min, split_begin(key, split))
-    n_block_max = cutlass.min(work.n_block_max, split_begin(key, split + 1))
+    tiles = cutlass.const_expr(key.tiles_per_split)
+    begin = (quotient(work.n_block_max - 1, tiles) - index) * tiles
+    n_block_min, n_block_max = cutlass.max(work.n_block_min, begin), cutlass.min(work.n_block_max, begin + tiles)
     n_block_full_max = cutlass.max(cutlass.min(work.n_block_full_max, n_block_max), n_block_min)
     n_block_full_min = cutlass.min(cutlass.max(work.n_block_full_min, n_block_min), n_block_full_max)
     partial_idx = work.partial_idx

@@ -83,13 +83,7 @@ class DenseForward(TiledKernel):
             preferred_smem_carveout=100,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(
-                key,
-                self.dims_v,
-                config.ctas_per_sm,
-                early_dependents=config.early_dependents,
-                by_tasks=config.combine_by_tasks,
-            )
+            combine = SplitKVCombine(key, self.dims_v, config.ctas_per_sm, early_dependents=config.early_dependents)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import warpgroup
 from dsl_backend.attention.cute.args import Outputs, TiledMmas
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
 from dsl_backend.attention.cute.scheduler.requests import WARP, Requests
-from dsl_backend.attention.cute.scheduler.split_kv import FOLDED_PARTIAL, split_at, split_begins
+from dsl_backend.attention.cute.scheduler.split_kv import FOLDED_PARTIAL
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
@@ -232,11 +232,11 @@ class MmaConsumer:
         self.release_kv(self.barriers.k_empty, kv_idx)
         has_row_max, is_split_end = None, False
         if cutlass.const_expr(self.key.tiles_per_split):
-            is_split_end = split_begins(self.key, n_block + 1)
+            is_split_end = (n_block + 1) % self.key.tiles_per_split == 0
             if is_split_end:
                 self.softmax.reduce_row_sum()
                 self.split_fold.end_split()
-            has_row_max = not is_split_end
+            has_row_max = (n_block + 1) % self.key.tiles_per_split != 0
         if cutlass.const_expr(self.config.speculative_max):
             self.softmax.online_softmax_speculative(
                 self.scores(work, n_block, masked), self.acc_S, self.tOrP_next, self.acc_scale, has_row_max
@@ -421,7 +421,8 @@ class MmaConsumer:
     @cute.jit
     def fold_split(self, work: WorkTile, n_block: cutlass.Int32):
         """Fold the splits before into the one that has a key tile, unless that is the first."""
-        if split_at(self.key, n_block) != split_at(self.key, work.n_block_max - 1):
+        tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
+        if n_block // tiles_per_split != (work.n_block_max - 1) // tiles_per_split:
             self.split_fold.load(work.num_rows)
 
     @cute.jit
@@ -436,7 +437,8 @@ class MmaConsumer:
         if cutlass.const_expr(self.key.tiles_per_split):
             if cutlass.const_expr(self.key.smem_fold_rows > 0):
                 partial_idx %= FOLDED_PARTIAL
-            partial_idx += split_at(self.key, work.n_block_max - 1) - split_at(self.key, n_block)
+            tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
+            partial_idx += (work.n_block_max - 1) // tiles_per_split - n_block // tiles_per_split
         partial = self.partials.iterator + cutlass.Int64(partial_idx) * partial_size(rows, columns)
         pair = cute.make_rmem_tensor(2, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):

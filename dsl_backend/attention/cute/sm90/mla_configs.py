@@ -116,6 +116,7 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
         evict_first=spec.batch_invariant,
         row_groups=not spec.batch_invariant,
         combine_many_rows=head_blocks > 1 or not spec.batch_invariant,
+        combine_by_tasks=head_blocks == 1 and spec.batch_invariant,
         fold_in_smem=folds_in_smem(spec),
     )
 
