@@ -124,7 +124,15 @@ RUNS = (
     Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
-QUICK = ("decode", "decode-few-rows", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
+QUICK = (
+    "decode",
+    "decode-few-rows",
+    "prefill",
+    "mla-fold-in-smem",
+    "mla-fold-before-larger-q",
+    "mla-128-combine",
+    "mla-128-sm100",
+)
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]

@@ -321,9 +321,7 @@ class CombineThread:
         return FixedSplitRange(first[0], first[1], first[2], first[3], second[0])
 
     @cute.jit
-    def combine_in_order(
-        self, split_range: FixedSplitRange, task: cutlass.Int32, vector: cutlass.Constexpr[int]
-    ):
+    def combine_in_order(self, split_range: FixedSplitRange, task: cutlass.Int32, vector: cutlass.Constexpr[int]):
         """A task's splits, from the last to the first, by the operations of a CTA that combines its own splits.
 
         The loads of O run `in_flight` splits ahead, those of the statistics WARP splits.
