@@ -137,6 +137,8 @@ LAYERS = (
     (mla(128, q_lens=(1,), kv_lens=(1,)), "mla128"),
     (mla(16, q_lens=(1,), kv_lens=(1,), fp8=True), "mla16-fp8"),
     (mla(128, q_lens=(1,), kv_lens=(1,), fp8=True), "mla128-fp8"),
+    (replace(mla(16, q_lens=(1,), kv_lens=(1,)), batch_invariant=True), "mla16-invariant"),
+    (replace(mla(128, q_lens=(1,), kv_lens=(1,)), batch_invariant=True), "mla128-invariant"),
 )
 SIZES = {"n": 4096, "k": 4096, "dtypes": Dtypes.of(torch.bfloat16)}
 ALL = SIZES | {"bias": True, "residual": True}

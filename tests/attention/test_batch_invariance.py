@@ -46,6 +46,7 @@ class Run:
     arch: str = "sm_90a"
     split: bool = True
     mla_config: Any = None
+    dense_config: Any = None
     sms: int = SMS
 
     def kernel(self, spec: Any) -> Kernel:
@@ -58,7 +59,10 @@ class Run:
         dequant_stages, wide = 2 if spec.is_fp8_kv else 0, spec.head_dim > 256
         tile_n = 32 if wide else 64
         config: Any = sm90.DenseConfig(groups=1, tile_n=tile_n, stages=2, dequant_stages=dequant_stages)
-        if self.arch != "sm_90a":
+        if self.dense_config is not None:
+            config = self.dense_config
+            assert not config.objections(spec, target.smem_bytes)
+        elif self.arch != "sm_90a":
             config = sm100.DenseConfig(
                 softmax_warpgroups=1 if self.split or spec.head_dim > 128 else 2,
                 tile_n=tile_n,
@@ -69,8 +73,15 @@ class Run:
         return made
 
 
+FEW_ROWS = replace(DECODE, q_lens=(1, 3, 0, 1, 6), kv_lens=(700, 200, 0, 33, 400))
+SM90_FEW_ROWS = sm90.DenseConfig(groups=1, tile_n=64, stages=2, fold_few_rows=True)
+
 RUNS = (
     Run("decode", DECODE),
+    # Work tiles of up to 16 rows are folded in shared memory, larger ones in global memory.
+    Run("decode-few-rows", FEW_ROWS, dense_config=SM90_FEW_ROWS),
+    # One CTA has all splits.
+    Run("decode-few-rows-one-cta", FEW_ROWS, dense_config=SM90_FEW_ROWS, sms=1),
     Run("decode-fp8", replace(DECODE, fp8=True, page=64, sinks=True)),
     Run("decode-window", replace(DECODE, window=(150, None), softcap=5.0)),
     Run("prefill", PREFILL, split=False),
@@ -82,11 +93,14 @@ RUNS = (
     Run("decode-512", WIDE),
     Run("decode-512-sm100", WIDE, "sm_100a"),
     Run("mla", MLA, mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3)),
-    # Work tiles of one token, which are folded beside Q, before and after larger ones.
+    # Work tiles of one token, which are folded beside Q, before and after larger ones. The combine kernel's tasks have
+    # 128 columns in a batch, and 32 for one request.
     Run(
         "mla-fold-in-smem",
         replace(MLA, q_lens=(1, 6, 0, 1, 1, 1, 2), kv_lens=(420, 200, 0, 33, 500, 300, 290)),
-        mla_config=mla_sm90.MlaConfig(tile_n=32, stages=3, speculative_max=True, fold_in_smem=True),
+        mla_config=mla_sm90.MlaConfig(
+            tile_n=32, stages=3, speculative_max=True, fold_in_smem=True, combine_by_tasks=True
+        ),
     ),
     # One CTA: Q of the second request is loaded to where the fold of the first one waits.
     Run(
@@ -110,7 +124,15 @@ RUNS = (
     Run("mla-sm100", MLA, "sm_100a", mla_config=mla_sm100.MlaConfig(tile_n=32, stages=3)),
     Run("mla-128-sm100", MLA_128, "sm_100a", mla_config=mla_sm100.TwoCtaMlaConfig()),
 )
-QUICK = ("decode", "prefill", "mla-fold-in-smem", "mla-fold-before-larger-q", "mla-128-combine", "mla-128-sm100")
+QUICK = (
+    "decode",
+    "decode-few-rows",
+    "prefill",
+    "mla-fold-in-smem",
+    "mla-fold-before-larger-q",
+    "mla-128-combine",
+    "mla-128-sm100",
+)
 EACH = [
     pytest.param(i, run, id=run.id, marks=() if run.id in QUICK else (pytest.mark.full,)) for i, run in enumerate(RUNS)
 ]

@@ -107,6 +107,7 @@ def ways(tokens: int) -> dict[str, Way]:
 # The second request is another one in the batch.
 DENSE: dict[str, Any] = {"q_lens": (300, 3), "kv_lens": (300, 190)}
 SM90_LONG = sm90.DenseConfig(groups=1, tile_n=64, stages=2, speculative_max=True)
+SM90_SHORT = replace(SM90_LONG, fold_few_rows=True)
 SM90_FP8 = sm90.DenseConfig(groups=1, tile_n=64, stages=2, dequant_stages=2)
 SM90_OTHER = sm90.DenseConfig(groups=2, tile_n=64, stages=2, ping_pong=True, fold_in_smem=True)
 # Queries so large that row maxima move, in some rows of a warp.
@@ -117,9 +118,9 @@ SM100_SHORT = sm100.DenseConfig(softmax_warpgroups=1, tile_n=64, stages=3, ex2_e
 SM100_FP8 = replace(SM100_LONG, dequant_stages=2)
 SM100_MLA = mla_sm100.MlaConfig(tile_n=32, stages=3)
 LAYERS = {
-    "sm90": Layer(Case(heads=(4, 2), q_gain=4.0, **DENSE), "sm_90a", 128, (SM90_LONG,) * 2, SM90_OTHER),
+    "sm90": Layer(Case(heads=(4, 2), q_gain=4.0, **DENSE), "sm_90a", 128, (SM90_LONG, SM90_SHORT), SM90_OTHER),
     "sm90-window": Layer(
-        Case(heads=(2, 1), window=(150, None), softcap=5.0, **DENSE), "sm_90a", 128, (SM90_LONG,) * 2, SM90_OTHER
+        Case(heads=(2, 1), window=(150, None), softcap=5.0, **DENSE), "sm_90a", 128, (SM90_LONG, SM90_SHORT), SM90_OTHER
     ),
     "sm90-fp8": Layer(
         Case(heads=(2, 1), fp8=True, page=64, sinks=True, **DENSE),
@@ -132,7 +133,11 @@ LAYERS = {
         mla(16, (288, 256), **LATENT), "sm_90a", 64, (SM90_MLA,), replace(SM90_MLA, speculative_max=False)
     ),
     "sm90-mla-smem": Layer(
-        mla(16, (288, 256), **LATENT), "sm_90a", 64, (replace(SM90_MLA, fold_in_smem=True),), SM90_MLA
+        mla(16, (288, 256), **LATENT),
+        "sm_90a",
+        64,
+        (replace(SM90_MLA, fold_in_smem=True, combine_by_tasks=True),),
+        SM90_MLA,
     ),
     "sm90-mla-128": Layer(
         mla(128, (288, 256), **LATENT, page=64),

@@ -18,6 +18,7 @@ QUICK = (
     *(f"{arch}-hd128-{kind}" for arch in ("sm_90a", "sm_100a") for kind in ("prefill", "decode")),
     *(f"{arch}-mla16-decode" for arch in ("sm_90a", "sm_100a")),
     "sm_90a-hd128-extend",
+    "sm_90a-mla16-invariant-decode",
     "sm_90a-hd128-fp8-e4m3",
     "sm_90a-hd128-fp8-e4m3-longest",
     *(f"{arch}-mla16-fp8-e4m3" for arch in ("sm_90a", "sm_100a")),
@@ -25,6 +26,9 @@ QUICK = (
     "sm_100a-hd128-few",
     "sm_100a-hd256-prefill",
 )
+# Bytes of stack of a kernel that may be: the combine kernel has code for tasks of two widths, and spills four words of
+# the split range before a task.
+ALLOWED_STACK = {("sm_90a-mla16-invariant-decode", 1): 16}
 IDS = [subject.id for subject in attention_subjects()]
 
 
@@ -33,7 +37,7 @@ def test_registers_suffice(name: str) -> None:
     codes = found(name)
     for code in codes:
         assert code.registers > 0
-        assert code.stack == 0, f"{code.stack} bytes of stack: {code}"
+        assert code.stack <= ALLOWED_STACK.get((name, code.kernel), 0), f"{code.stack} bytes of stack: {code}"
         assert not code.serialised, f"{code.products} products and {code.waits} waits for them: {code}"
     if machine_code.disassembler() is None:
         pytest.skip("nvdisasm is not installed: whether products run one at a time is not known")

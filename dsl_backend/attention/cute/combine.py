@@ -8,7 +8,7 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, SplitRange
-from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.requests import Requests, from_lane
 from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS, FixedSplitRange
 from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
@@ -26,6 +26,12 @@ SPLITS_IN_FLIGHT = 8  # splits of which a thread loads O at a time
 MAX_SPLITS_PER_WARP = 8  # more are combined by a whole CTA; not with fixed splits, which are combined one by one
 # An estimate, in hundredths of a microsecond: a task of a CTA; a task of a warp, and each split of it.
 CTA_TASK, WARP_TASK, WARP_SPLIT = 160, 100, 8
+NARROW_TASKS = 2  # tasks of fixed splits with 32 columns, for each warp; where there may be more, they get 128
+
+
+def blocks_of(columns: int, vector: int) -> int:
+    """Tasks of a row whose lanes have `vector` columns each."""
+    return -(-columns // (WARP * vector))
 
 
 @cute.jit
@@ -71,6 +77,7 @@ class SplitKVCombine:
         early_dependents: the next kernel may start once the attention kernel has ended.
         many_rows: output tiles of many rows have more tasks than there are CTAs, and warps then combine more splits;
             fixed splits in tasks of 128 columns, of which a quarter as many splits are in flight.
+        by_tasks: the kernel itself decides the columns of a task of fixed splits, by how many tasks there may be.
     """
 
     def __init__(
@@ -80,11 +87,15 @@ class SplitKVCombine:
         ctas_per_sm: int = 1,
         many_rows: bool = False,
         early_dependents: bool = False,
+        by_tasks: bool = False,
     ) -> None:
         self.early_dependents = early_dependents
         self.key, self.columns, self.ctas_per_sm, self.many_rows = key, columns, ctas_per_sm, many_rows
-        self.vector = 1 if key.tiles_per_split and not many_rows else 4 if columns > 2 * WARP else 2
-        self.column_blocks = -(-columns // (WARP * self.vector))
+        self.wide_vector = 4 if columns > 2 * WARP else 2
+        self.vector = 1 if key.tiles_per_split and (by_tasks or not many_rows) else self.wide_vector
+        if not by_tasks:
+            self.wide_vector = self.vector
+        self.column_blocks = blocks_of(columns, self.vector)
 
     @cute.jit
     def __call__(
@@ -144,7 +155,8 @@ class CombineThread:
         sO: cute.Tensor,
         sStats: cute.Tensor,
     ) -> None:
-        self.key, self.columns, self.vector = combine.key, combine.columns, combine.vector
+        self.key, self.columns = combine.key, combine.columns
+        self.vector, self.wide_vector = combine.vector, combine.wide_vector
         self.early_dependents = combine.early_dependents
         self.column_blocks, self.many_rows = combine.column_blocks, combine.many_rows
         self.out, self.lse, self.partials = outputs.out, outputs.lse, cast("cute.Tensor", outputs.partials)
@@ -170,9 +182,9 @@ class CombineThread:
             cute.size(split_ranges, mode=[0]) * self.partial_rows * self.column_blocks, cutlass.max(num_ctas - 1, 1)
         )
         for first in cutlass.range(0, num_steps, WARP, unroll=1):
-            cta_source, cta_task = self.task_at(split_ranges, cta, num_ctas, first + self.lane)
+            cta_source, cta_task = self.task_at(split_ranges, cta, num_ctas, first + self.lane, self.column_blocks)
             warp_source, warp_task = self.task_at(
-                split_ranges, cta * WARPS + self.warp, num_ctas * WARPS, first + self.lane
+                split_ranges, cta * WARPS + self.warp, num_ctas * WARPS, first + self.lane, self.column_blocks
             )
             if first == 0:
                 # Before any exit: a kernel that ends early would let the next one start beside the one before.
@@ -209,13 +221,18 @@ class CombineThread:
 
     @cute.jit
     def task_at(
-        self, split_ranges: cute.Tensor, worker: cutlass.Int32, num_workers: cutlass.Int32, step: cutlass.Int32
+        self,
+        split_ranges: cute.Tensor,
+        worker: cutlass.Int32,
+        num_workers: cutlass.Int32,
+        step: cutlass.Int32,
+        column_blocks: cutlass.Constexpr[int],
     ):
         """(the split range, the task) of a CTA's or a warp's step."""
         num_ranges = cute.size(split_ranges, mode=[0])
         idx = worker + step * cutlass.max(num_workers - 1, 1)
         if worker > 0 and worker == num_workers - 1:
-            idx = num_ranges * self.partial_rows * self.column_blocks  # beyond all tasks
+            idx = num_ranges * self.partial_rows * column_blocks  # beyond all tasks
         task = quotient(idx, num_ranges)
         return idx - task * num_ranges, task
 
@@ -254,22 +271,44 @@ class CombineThread:
     @cute.jit
     def combine_fixed_splits(self, split_ranges: cute.Tensor):
         """Tasks of all split ranges, by warps; their indices are those of `combine_balanced`."""
+        if cutlass.const_expr(self.wide_vector > self.vector):
+            if self.narrow_tasks_are_many(split_ranges):
+                self.combine_fixed_tasks(split_ranges, self.wide_vector)
+            else:
+                self.combine_fixed_tasks(split_ranges, self.vector)
+        else:
+            self.combine_fixed_tasks(split_ranges, self.vector)
+
+    @cute.jit
+    def narrow_tasks_are_many(self, split_ranges: cute.Tensor):
+        """Whether warps may have more than NARROW_TASKS tasks of 32 columns each; the same for all warps.
+
+        Output tiles are counted as if a request had one row tile: requests of more have whole CTAs' output tiles too.
+        """
+        num_ranges, requests = cute.size(split_ranges, mode=[0]), cute.size(self.requests.seqused_k)
+        tiles = cutlass.min(requests * self.key.head_blocks, num_ranges)
+        return tiles * self.partial_rows * self.column_blocks > NARROW_TASKS * cute.arch.grid_dim()[0] * WARPS
+
+    @cute.jit
+    def combine_fixed_tasks(self, split_ranges: cute.Tensor, vector: cutlass.Constexpr[int]):
+        """The same, with so many columns for each lane."""
         cta, num_ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         worker, num_workers = cta * WARPS + self.warp, num_ctas * WARPS
-        num_tasks = cute.size(split_ranges, mode=[0]) * self.partial_rows * self.column_blocks
-        num_steps = cute.ceil_div(num_tasks, cutlass.max(num_workers - 1, 1))
+        column_blocks = cutlass.const_expr(blocks_of(self.columns, vector))
+        num_ranges = cute.size(split_ranges, mode=[0])
+        num_steps = cute.ceil_div(num_ranges * self.partial_rows * column_blocks, cutlass.max(num_workers - 1, 1))
         for first in cutlass.range(0, num_steps, WARP, unroll=1):
-            source, task = self.task_at(split_ranges, worker, num_workers, first + self.lane)
+            source, task = self.task_at(split_ranges, worker, num_workers, first + self.lane, column_blocks)
             if first == 0:
                 # Before any exit, as above.
                 dependent_launch.wait()
             own_range = self.fixed_split_range(split_ranges, source)
-            exists = own_range.num_splits > 0 and task < own_range.num_rows * self.column_blocks
+            exists = own_range.num_splits > 0 and task < own_range.num_rows * column_blocks
             lanes = cute.arch.vote_ballot_sync(exists)
             while lanes != 0:
                 lane = cute.arch.popc(~lanes & (lanes - 1))
-                lane_source, lane_task = (cute.arch.shuffle_sync(value, lane) for value in (source, task))
-                self.combine_in_order(self.fixed_split_range(split_ranges, lane_source), lane_task)
+                split_range = from_lane(own_range, lane)
+                self.combine_in_order(split_range, cute.arch.shuffle_sync(task, lane), vector)
                 lanes &= lanes - 1
 
     @cute.jit
@@ -282,52 +321,72 @@ class CombineThread:
         return FixedSplitRange(first[0], first[1], first[2], first[3], second[0])
 
     @cute.jit
-    def combine_in_order(self, split_range: FixedSplitRange, task: cutlass.Int32):
-        """A task's splits, from the last to the first, by the operations of a CTA that combines its own splits."""
-        row, column = task // self.column_blocks, self.column(task)
-        stats = self.partials.iterator + self.partial_rows * self.columns + row
+    def combine_in_order(self, split_range: FixedSplitRange, task: cutlass.Int32, vector: cutlass.Constexpr[int]):
+        """A task's splits, from the last to the first, by the operations of a CTA that combines its own splits.
+
+        The loads of O run `in_flight` splits ahead, those of the statistics WARP splits.
+        """
+        column_blocks = cutlass.const_expr(blocks_of(self.columns, vector))
+        row, column = task // column_blocks, (task % column_blocks * WARP + self.lane) * vector
+        num_splits, partial_idx = split_range.num_splits, split_range.partial_idx
         row_max, row_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
-        acc_O, in_flight = cute.make_rmem_tensor(self.vector, cutlass.Float32), cutlass.const_expr(WARP // self.vector)
-        partial_O = cute.make_rmem_tensor((self.vector, in_flight), cutlass.Float32)
+        in_flight = cutlass.const_expr(WARP // vector)
+        acc_O = cute.make_rmem_tensor(vector, cutlass.Float32)
+        partial_O = cute.make_rmem_tensor((vector, in_flight), cutlass.Float32)
         acc_O.fill(0.0)
-        for first in cutlass.range(0, split_range.num_splits, WARP, unroll=1):
-            # Lane i has the statistics of the i-th of these splits.
-            base = split_range.partial_idx + first
-            count = cutlass.min(split_range.num_splits - first, WARP)
-            lane_max, lane_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
-            if self.lane < count:
-                lane_stats = stats + cutlass.Int64(base + self.lane) * self.size
-                lane_max = cute.make_tensor(lane_stats, cute.make_layout(1))[0]
-                lane_sum = cute.make_tensor(lane_stats + self.partial_rows, cute.make_layout(1))[0]
-            offset = cutlass.Int64(base) * self.size + row * self.columns + column
-            self.load_in_order(partial_O, offset, column, count)
+        offset = cutlass.Int64(partial_idx) * self.size + row * self.columns + column
+        lane_max, lane_sum = self.lane_stats(row, partial_idx, num_splits)
+        for i in cutlass.range_constexpr(in_flight):
+            self.load_in_order(partial_O, i, offset, column, i < num_splits)
+            offset += self.size
+        for first in cutlass.range(0, num_splits, WARP, unroll=1):
+            count = num_splits - first
+            next_max, next_sum = self.lane_stats(row, partial_idx + first + WARP, count - WARP)
             # A maximum does not depend on the order: all scales are computed at once.
             new_max = cute.arch.fmax(row_max, self.prefix_max(lane_max))
             max_before = cute.arch.shuffle_sync_up(new_max, 1, mask_and_clamp=0)
             max_before = row_max if self.lane == 0 else max_before
             acc_scale, lane_scale = combine_scales(max_before, lane_max, new_max)
             for at in cutlass.range_constexpr(0, WARP, in_flight):
-                if cutlass.const_expr(at > 0):
-                    self.load_in_order(partial_O, offset + at * self.size, column, count - at)
-                for i in cutlass.range_constexpr(in_flight):
-                    if at + i < count:
-                        scale_before, split_scale, split_sum = (
-                            cute.arch.shuffle_sync(value, at + i) for value in (acc_scale, lane_scale, lane_sum)
-                        )
-                        row_sum = fma(split_sum, split_scale, row_sum * scale_before)
-                        for j in cutlass.range_constexpr(self.vector):
-                            acc_O[j] = fma(partial_O[j, i], split_scale, acc_O[j] * scale_before)
+                if at < count:
+                    for i in cutlass.range_constexpr(in_flight):
+                        if at + i < count:
+                            scale_before, split_scale, split_sum = (
+                                cute.arch.shuffle_sync(value, at + i) for value in (acc_scale, lane_scale, lane_sum)
+                            )
+                            row_sum = fma(split_sum, split_scale, row_sum * scale_before)
+                            for j in cutlass.range_constexpr(vector):
+                                acc_O[j] = fma(partial_O[j, i], split_scale, acc_O[j] * scale_before)
+                        following = at + i + in_flight
+                        self.load_in_order(partial_O, i, offset, column, following < count)
+                        offset += self.size
             row_max = cute.arch.shuffle_sync(new_max, WARP - 1)
+            lane_max, lane_sum = next_max, next_sum
         self.store(acc_O, row_max, row_sum, split_range.q_offset, split_range.head_block, row, column)
 
     @cute.jit
-    def load_in_order(self, partial_O: cute.Tensor, offset: cutlass.Int64, column: cutlass.Int32, count: cutlass.Int32):
-        """The lane's columns of up to `count` splits that follow one another, from `offset` in `partials`."""
-        partials = self.partials
-        for i in cutlass.range_constexpr(cute.size(partial_O, mode=[1])):
-            if i < count and column < self.columns:
-                load_vector(partials.iterator, offset, partial_O[None, i])
-            offset += self.size
+    def lane_stats(self, row: cutlass.Int32, first: cutlass.Int32, count: cutlass.Int32):
+        """(row_max, row_sum) of the lane's split, of `count` from partial result `first` on."""
+        lane_max, lane_sum = -cutlass.Float32.inf, cutlass.Float32(0.0)
+        if self.lane < count:
+            stats = self.partials.iterator + self.partial_rows * self.columns + row
+            own_stats = stats + cutlass.Int64(first + self.lane) * self.size
+            lane_max = cute.make_tensor(own_stats, cute.make_layout(1))[0]
+            lane_sum = cute.make_tensor(own_stats + self.partial_rows, cute.make_layout(1))[0]
+        return lane_max, lane_sum
+
+    @cute.jit
+    def load_in_order(
+        self,
+        partial_O: cute.Tensor,
+        i: cutlass.Constexpr[int],
+        offset: cutlass.Int64,
+        column: cutlass.Int32,
+        exists: cutlass.Boolean,
+    ):
+        """The lane's columns of a split, from `offset` in `partials`, where it exists."""
+        if exists and column < self.columns:
+            load_vector(self.partials.iterator, offset, partial_O[None, i])
 
     @cute.jit
     def prefix_max(self, value: cutlass.Float32):
@@ -477,8 +536,8 @@ class CombineThread:
         if cutlass.const_expr(self.key.v_splits > 1):
             out_column += v_split_of(self.key, head_block) * self.key.columns
         if column < self.key.columns:
-            result = cute.make_rmem_tensor(self.vector, out.element_type)
-            for j in cutlass.range_constexpr(self.vector):
+            result = cute.make_rmem_tensor(acc_O.shape, out.element_type)
+            for j in cutlass.range_constexpr(cute.size(acc_O)):
                 result[j] = (acc_O[j] * scale).to(out.element_type)
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + out_column
             store_vector(result, out.iterator, offset)

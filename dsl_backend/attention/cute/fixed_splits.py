@@ -11,8 +11,10 @@ SPLIT_KEYS_PER_HEAD, LEAST_SPLIT_KEYS, MOST_SPLIT_KEYS = 128, 256, 2048
 # The same of absorbed MLA. To fold a split is 64 KB of L2 traffic with 16 rows, and 256 KB with 64. On an H100, in us,
 # one request of 8k keys, 8 of 8k, 64 of 4k, 128 of 4k took: 16 heads with 256 keys 16.7, 43.0, 146, 304, with 512 21.3,
 # 41.0, 135, 276; 128 heads with 512 keys 25.7, 71.3, 225, 446, with 1024 37.1, 57.3, 183, 360, with 2048 59.9, 71.6,
-# 154, 302. The kernels without batch invariance: 12.8, 38.0, 114, 213; 21.4, 53.0, 135, 261.
-MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 1024, 16, 256
+# 154, 302. The kernels without batch invariance: 12.8, 38.0, 114, 213; 21.4, 53.0, 135, 261. On an H200
+# since folds of 16 rows stay in shared memory, 16 heads with 256 keys 16.2, 31.6, 93.5, 175, with 512 21.9, 29.3, 86.2,
+# 162.
+MLA_SPLIT_KEYS, MLA_FEW_ROWS, MLA_FEW_ROWS_SPLIT_KEYS = 1024, 16, 512
 
 
 def split_keys(spec: AttentionSpec) -> int:

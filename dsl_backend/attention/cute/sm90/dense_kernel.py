@@ -45,6 +45,10 @@ class DenseKey(LayerKey):
     def has_fold_workspace(self) -> bool:
         return super().has_fold_workspace and not self.config.fold_in_smem
 
+    @property
+    def smem_fold_rows(self) -> int:
+        return self.config.smem_fold_rows if self.tiles_per_split else 0
+
 
 class DenseForward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
@@ -136,6 +140,10 @@ class DenseForward(TiledKernel):
         sV = allocator.allocate_tensor(self.dtype_v, v_layout.outer, byte_alignment=1024, swizzle=v_layout.inner)
         sK_tma, sV_tma = self.loaded(allocator, sK, sV)
         outputs = self.with_cta_fold_workspace(outputs, allocator)
+        few_rows_workspace = None
+        if cutlass.const_expr(self.key.smem_fold_rows):
+            layout = cute.make_layout(fold_workspace_size(self.key.smem_fold_rows, self.dims_v))
+            few_rows_workspace = allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=VECTOR_BYTES)
         work_tiles = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         arrays = mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))
@@ -179,4 +187,5 @@ class DenseForward(TiledKernel):
                 requests,
                 scoring,
                 thread - WARPGROUP,
+                few_rows_workspace,
             ).run()

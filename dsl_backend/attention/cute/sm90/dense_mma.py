@@ -11,14 +11,15 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import Outputs, TiledMmas
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, AccumulatorRows, reshape_acc_to_mn, store_acc_row
-from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.requests import WARP, Requests
+from dsl_backend.attention.cute.scheduler.split_kv import FOLDED_PARTIAL
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm90.dense_barriers import Barriers
 from dsl_backend.attention.cute.sm90.dense_configs import WGMMA_M
 from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftmax
-from dsl_backend.attention.cute.sm90.split_fold import SplitFold
+from dsl_backend.attention.cute.sm90.split_fold import VECTOR, FoldWorkspace, SplitFold
 from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.attention.cute.tiles import TiledKernel, row_offset
 from dsl_backend.primitives.accumulators import downcast, fence_operand, fence_register, keep_alive, words_of
@@ -50,6 +51,7 @@ class MmaConsumer:
         requests: Requests,
         scoring: ScoreModArgs,
         thread: cutlass.Int32,
+        few_rows_workspace: cute.Tensor | None = None,
     ):
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.key = kernel, kernel.config, kernel.key
@@ -72,7 +74,20 @@ class MmaConsumer:
         self.split_fold = None
         if kernel.key.tiles_per_split:
             threads = kernel.config.groups * WARPGROUP
-            self.split_fold = SplitFold(self.acc_O, self.softmax, fold_workspace, thread, threads, self.row)
+            few_rows = None
+            if few_rows_workspace is not None:
+                # The first warp has these rows.
+                few_rows = FoldWorkspace(few_rows_workspace, cute.size(self.acc_O) // VECTOR, thread % WARP, WARP)
+            self.split_fold = SplitFold(
+                self.acc_O,
+                self.softmax,
+                fold_workspace,
+                thread,
+                threads,
+                self.row,
+                self.key.smem_fold_rows,
+                few_rows,
+            )
 
     def partition(
         self,
@@ -363,6 +378,9 @@ class MmaConsumer:
             self.split_fold.end_split()
         if cutlass.const_expr(self.key.split):
             if work.partial_idx != NOT_SPLIT:
+                if cutlass.const_expr(self.key.smem_fold_rows > 0):
+                    if self.folds_to_partial(work):
+                        self.fold_split(work, work.n_block_min)
                 self.store_partial(work, work.n_block_min)
             else:
                 self.store_out(work)
@@ -383,14 +401,22 @@ class MmaConsumer:
     def keep_split(self, work: WorkTile, n_block: cutlass.Int32):
         """The split that begins at a key tile has ended, and is not the work tile's last one: store it, or fold it."""
         if cutlass.const_expr(self.key.split):
-            if work.partial_idx != NOT_SPLIT:
-                self.store_partial(work, n_block)
-            else:
+            if work.partial_idx == NOT_SPLIT or self.folds_to_partial(work):
                 self.fold_split(work, n_block)
                 self.split_fold.store(work.num_rows)
+            else:
+                self.store_partial(work, n_block)
         else:
             self.fold_split(work, n_block)
             self.split_fold.store(work.num_rows)
+
+    @cute.jit
+    def folds_to_partial(self, work: WorkTile):
+        """Whether a work tile's splits are folded to one partial result."""
+        folds = cutlass.Boolean(False)
+        if cutlass.const_expr(self.key.smem_fold_rows > 0):
+            folds = work.partial_idx >= FOLDED_PARTIAL
+        return folds
 
     @cute.jit
     def fold_split(self, work: WorkTile, n_block: cutlass.Int32):
@@ -409,6 +435,8 @@ class MmaConsumer:
         rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         acc_O, partial_idx = reshape_acc_to_mn(self.acc_O), work.partial_idx
         if cutlass.const_expr(self.key.tiles_per_split):
+            if cutlass.const_expr(self.key.smem_fold_rows > 0):
+                partial_idx %= FOLDED_PARTIAL
             tiles_per_split = cutlass.const_expr(self.key.tiles_per_split)
             partial_idx += (work.n_block_max - 1) // tiles_per_split - n_block // tiles_per_split
         partial = self.partials.iterator + cutlass.Int64(partial_idx) * partial_size(rows, columns)

@@ -27,7 +27,7 @@ class MlaConfig(MlaTileConfig):
         scores_first: the second warpgroup issues QK of its tile before PV of the first one's tile, so that PV runs
             during its softmax. Otherwise after it, and the first tile's stage is empty sooner.
         speculative_max: as in `DenseConfig`.
-        combine_many_rows: as `many_rows` of SplitKVCombine.
+        combine_many_rows, combine_by_tasks: as `many_rows` and `by_tasks` of SplitKVCombine.
         fold_in_smem: a CTA folds the splits of a batch-invariant layer in shared memory where a work tile has up to
             SMEM_FOLD_ROWS rows, whose Q leaves room for them; of a split output tile, those from its last split on.
     """
@@ -35,6 +35,7 @@ class MlaConfig(MlaTileConfig):
     scores_first: bool = False
     speculative_max: bool = False
     combine_many_rows: bool = False
+    combine_by_tasks: bool = False
     fold_in_smem: bool = False
 
     @property
@@ -115,6 +116,7 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
         evict_first=spec.batch_invariant,
         row_groups=not spec.batch_invariant,
         combine_many_rows=head_blocks > 1 or not spec.batch_invariant,
+        combine_by_tasks=head_blocks == 1 and spec.batch_invariant,
         fold_in_smem=folds_in_smem(spec),
     )
 

@@ -59,7 +59,9 @@ class MlaForward(TiledMla):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.dims_v, many_rows=config.combine_many_rows)
+            combine = SplitKVCombine(
+                key, self.dims_v, many_rows=config.combine_many_rows, by_tasks=config.combine_by_tasks
+            )
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> MlaTiledMmas:

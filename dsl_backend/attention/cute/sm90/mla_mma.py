@@ -29,7 +29,7 @@ from dsl_backend.attention.cute.sm90.speculative_softmax import SpeculativeSoftm
 from dsl_backend.attention.cute.sm90.split_fold import VECTOR, FoldWorkspace, SplitFold
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import row_offset
-from dsl_backend.primitives.accumulators import downcast, fence_operand
+from dsl_backend.primitives.accumulators import downcast, fence_operand, fence_register
 from dsl_backend.primitives.copy import clear_rows, store_vector
 
 # Named barriers; 0 is that of the CTA. P_READY + g: P of warpgroup g is in shared memory.
@@ -191,8 +191,13 @@ class MlaMmaConsumer:
                     cute.arch.fence_proxy("async.shared", space="cta")
                     self.release_q()
             if is_last or not folds:
-                self.epilogue(split)
+                # Else the addresses of all outputs would be computed before the loop, and take the registers that a
+                # fold loads into.
+                self.epilogue(split._replace(q_offset=fence_register(split.q_offset)))
             self.acc_O.fill(0.0)
+            # Not read again. Else they would take the registers that a fold loads into as well.
+            self.acc_S.fill(0.0)
+            self.tOrP.fill(0.0)
         return splits + num_splits
 
     @cute.jit
