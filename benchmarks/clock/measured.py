@@ -69,7 +69,7 @@ MEASURED = (
     Measured("mla-prefill", "h16-16x1k", 186.7),
 )
 # One sequence length after the other of FlashAttention's benchmark: 32k tokens, heads of 2048 elements together. Causal
-# rows have CTAs of many lengths, so more of them are simulated.
+# rows have CTAs of many lengths, so more of them are simulated. So have this package's kernels of the rows of MLA.
 FLASH_TABLE, FLASH_2280 = "flash-attention #2605", "flash-attention #2280"
 PUBLISHED = (
     published("flash", "hd128-h16-32x1k", 975, FLASH_TABLE),
@@ -86,9 +86,9 @@ PUBLISHED = (
     published("flash", "hd64-h32-32x1k-causal", 384, FLASH_TABLE, 8),
     published("flash", "hd64-h32-16x2k-causal", 561, FLASH_TABLE, 12),
     published("flash", "hd64-h32-8x4k-causal", 708, FLASH_TABLE, 12),
-    published("flash-mla", "h128-b128-k2k", 800, "flash-attention #2468"),
-    published("flash-mla", "h128-b128-k4k", 1013, "flash-attention #2468"),
-    published("flash-mla", "h128-b128-k8k", 1178, "flash-attention #2468"),
+    published("flash-mla", "h128-b128-k2k", 800, "flash-attention #2468", 7),
+    published("flash-mla", "h128-b128-k4k", 1013, "flash-attention #2468", 7),
+    published("flash-mla", "h128-b128-k8k", 1178, "flash-attention #2468", 7),
     published("quack-gemm", "4096x4096x4096", 1047, "quack #82"),
     published("quack-gemm", "8192x8192x4096", 1276, "quack #82"),
     published("quack-gemm", "8192x8192x8192", 1233, "quack #82"),

@@ -38,6 +38,27 @@ def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int6
 
 
 @cute.jit
+def exchange_vectors(vectors: cute.Tensor, thread: cutlass.Int32):
+    """Transpose pairs of vectors between pairs of lanes, in place, so that two lanes store 32 bytes of a row together.
+
+    A lane has a row. Of vectors 2i and 2i + 1, an even lane then has vector 2i of its own row and of the odd lane's, an
+    odd lane vector 2i + 1 of both. By all lanes of a warp.
+
+    Args:
+        vectors: [element, vector], each of 16 bytes.
+    """
+    odd = thread % 2 != 0
+    words = cute.recast_tensor(cute.make_tensor(vectors.iterator, cute.make_layout(cute.size(vectors))), cutlass.Int32)
+    count = cutlass.const_expr(VECTOR_BYTES // 4)
+    for i in cutlass.range_constexpr(0, cute.size(words), 2 * count):
+        for j in cutlass.range_constexpr(i, i + count):
+            first, second = words[j], words[j + count]
+            received = cute.arch.shuffle_sync_bfly(first if odd else second, 1)
+            words[j] = received if odd else first
+            words[j + count] = second if odd else received
+
+
+@cute.jit
 def clear_rows(
     tensor: cute.Tensor,
     first: cutlass.Int32 | int,

@@ -172,7 +172,7 @@ def _different(
     recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int
 ) -> tuple[float, Replayed]:
     """Each kind of cluster by itself, as many of it as run at the same time; then the grid."""
-    constants = chip.of_replay(layout.active)
+    constants = chip.of_replay(grid.at_work(layout, recorded.instructions))
     slots = min(layout.slots, layout.per_group)
     durations, every = [], []
     for number in range(len(recorded.classes)):

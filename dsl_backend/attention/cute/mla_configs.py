@@ -68,6 +68,16 @@ class MlaTileConfig:
     def least_stages(self) -> int:
         return 2
 
+    @property
+    def partial_ctas(self) -> int:
+        """CTAs whose partial results count against a cluster's key tiles, where splits are weighed: one."""
+        return 1
+
+    @property
+    def kept_chunks(self) -> int:
+        """Of 32 requests, whose lengths the tile scheduler loads at once and keeps."""
+        return 1
+
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a CTA."""
         raise NotImplementedError

@@ -19,6 +19,7 @@ from dsl_backend.attention.cute.scheduler.requests import (
     Requests,
     SeqlenInfo,
     from_lane,
+    lengths_of,
     seqlen_info_of,
     warp_prefix_sum,
     zero_unless_served,
@@ -170,6 +171,9 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
         pair_row_tiles: prompts may be paired; costs nothing where there are none.
         row_groups: there may be row groups, of as many clusters as the requests say.
+        partial_ctas: CTAs of a cluster whose partial results count against the key tiles of the cluster.
+        kept_chunks: chunks of WARP requests whose lengths are loaded at once, and kept in registers; those of others
+            are loaded one chunk after another, twice.
     """
 
     def __init__(
@@ -186,17 +190,25 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         pair_row_tiles: bool = False,
         row_groups: bool = False,
         short_splits: bool = False,
+        partial_ctas: int = 1,
+        kept_chunks: int = 1,
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
         self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
-        self.short_splits = short_splits
+        self.short_splits, self.partial_ctas = short_splits, partial_ctas
+        self.kept_chunks, self.kept = kept_chunks, []
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
 
     @cute.jit
     def request_tiles(self, request: cutlass.Int32, num_requests: cutlass.Int32, paired: cutlass.Int32):
         """The RequestTiles of a lane's request."""
-        offset_q, seqlen_q, seqlen_k = seqlen_info_of(self.requests, request, num_requests)
+        return self.tiles_of(request, seqlen_info_of(self.requests, request, num_requests), paired)
+
+    @cute.jit
+    def tiles_of(self, request: cutlass.Int32, info: SeqlenInfo, paired: cutlass.Int32):
+        """The RequestTiles of a request."""
+        offset_q, seqlen_q, seqlen_k = info
         n_block_min = self.mask.n_block_min(seqlen_k - seqlen_q)
         # At least one tile, so that every row is written.
         key_tiles = cutlass.max((seqlen_k + self.tile_n - 1) // self.tile_n - n_block_min, 1)
@@ -245,10 +257,29 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         """The RequestTiles of the lane's request in a chunk of WARP requests. The first, often only, one is kept."""
         offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = first_chunk
         if chunk > 0:
-            offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = self.request_tiles(
-                chunk * WARP + lane, num_requests, paired
-            )
+            if cutlass.const_expr(self.kept_chunks > 1):
+                request = chunk * WARP + lane
+                info = self.chunk_lengths(chunk, request, num_requests)
+                offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = self.tiles_of(request, info, paired)
+            else:
+                offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = self.request_tiles(
+                    chunk * WARP + lane, num_requests, paired
+                )
         return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles)
+
+    @cute.jit
+    def chunk_lengths(self, chunk: cutlass.Int32, request: cutlass.Int32, num_requests: cutlass.Int32):
+        """The SeqlenInfo of a lane's request in a chunk from 1 on: a kept one, or a loaded one."""
+        begin, end, keys = self.kept[0]
+        for other in cutlass.range_constexpr(2, self.kept_chunks):
+            is_other = chunk == other
+            begin, end, keys = (
+                theirs if is_other else own for theirs, own in zip(self.kept[other - 1], (begin, end, keys), strict=True)
+            )
+        seqlen_q = end - begin
+        if chunk >= self.kept_chunks:
+            begin, seqlen_q, keys = seqlen_info_of(self.requests, request, num_requests)
+        return SeqlenInfo(begin, seqlen_q, keys)
 
     @cute.jit
     def run(self):
@@ -257,6 +288,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         cta, num_ctas = cutlass.Int32(cute.arch.block_idx()[0]), cutlass.Int32(cute.arch.grid_dim()[0])
         num_clusters = num_ctas // self.cluster
         paired = cutlass.Int32(0)
+        self.kept = [lengths_of(self.requests, c * WARP + lane, num_requests) for c in range(1, self.kept_chunks)]
         first_chunk = self.request_tiles(lane, num_requests, paired)
         partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
         if cutlass.const_expr(self.may_pair):
@@ -270,7 +302,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                 first_chunk = self.request_tiles(lane, num_requests, paired)
                 partition = self.partition(first_chunk, num_requests, lane, num_clusters, paired)
         share = self.share(cta, num_clusters, partition)
-        _, total_iters, iters_per_cta, overhead_iters, _, _ = partition
+        _, total_iters, iters_per_cta, _, _, _ = partition
         partial_cta = share.partial_cta
         iter_idx = share.cluster_idx * iters_per_cta
         cta_end = cutlass.min(iter_idx + iters_per_cta, total_iters)
@@ -278,29 +310,69 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         for chunk in cutlass.range(cute.ceil_div(num_requests, WARP), unroll=1):
             tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
             num_groups = self.num_groups(tiles.num_tiles, partition.row_group)
-            request_end = warp_prefix_sum(num_groups * self.tile_iters(tiles, partition, paired)) + chunk_end
-            chunk_end = cute.arch.shuffle_sync(request_end, WARP - 1)
-            while iter_idx < cutlass.min(chunk_end, cta_end):
-                owner = cute.arch.popc(cute.arch.vote_ballot_sync(request_end <= iter_idx))
-                own = from_lane(tiles, owner)
-                own_end, request = cute.arch.shuffle_sync(request_end, owner), chunk * WARP + owner
-                tile_iters, offset, key_tiles, head_block, token = self.output_tile_at(
-                    own, request, own_end, iter_idx, share, paired
+            iters = num_groups * self.tile_iters(tiles, partition, paired)
+            if cutlass.const_expr(self.kept_chunks > 1):
+                # Most chunks of a long batch have none of the CTA's work, and their sum says so.
+                chunk_begin = chunk_end
+                chunk_end += cute.arch.warp_redux_sync(iters, "add")
+                if iter_idx < cutlass.min(chunk_end, cta_end):
+                    request_end = warp_prefix_sum(iters) + chunk_begin
+                    iter_idx, num_produced, num_splits = self.produce_chunk(
+                        tiles, chunk, request_end, iter_idx, chunk_end, cta_end, share, paired, num_produced, num_splits
+                    )
+            else:
+                request_end = warp_prefix_sum(iters) + chunk_end
+                chunk_end = cute.arch.shuffle_sync(request_end, WARP - 1)
+                iter_idx, num_produced, num_splits = self.produce_chunk(
+                    tiles, chunk, request_end, iter_idx, chunk_end, cta_end, share, paired, num_produced, num_splits
                 )
-                tile_start = iter_idx - offset + overhead_iters
-                own_iters = cutlass.min(tile_iters - offset, cta_end - iter_idx)
-                first_tile = cutlass.max(offset - overhead_iters, 0)
-                own_tiles = cutlass.min(cutlass.max(offset + own_iters - overhead_iters, 0), key_tiles) - first_tile
-                if own_tiles > 0:
-                    part = TilePart(request, *own.info, head_block, token, key_tiles, first_tile, own_tiles, tile_start)
-                    # A row group may have more clusters than the request has row tiles left.
-                    if cutlass.const_expr(not self.row_groups) or token < own.seqlen_q:
-                        num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
-                iter_idx += own_iters
         split_ranges = self.split_ranges
         if lane == 0:
             split_ranges[partial_cta, 0] = num_splits
         self.work_pipeline.produce(num_produced, no_work_tile())
+
+    @cute.jit
+    def produce_chunk(
+        self,
+        tiles: RequestTiles,
+        chunk: cutlass.Int32,
+        request_end: cutlass.Int32,
+        iter_idx: cutlass.Int32,
+        chunk_end: cutlass.Int32,
+        cta_end: cutlass.Int32,
+        share: CtaShare,
+        paired: cutlass.Int32,
+        num_produced: cutlass.Int32,
+        num_splits: cutlass.Int32,
+    ):
+        """Produce the CTA's work tiles of a chunk of requests, from an iteration on.
+
+        Args:
+            tiles: of the lane's request. request_end: the iteration after its last one.
+            chunk_end, cta_end: those after the chunk's and the CTA's last ones.
+
+        Returns:
+            (the iteration after those, work tiles produced, splits of the output tile that begins here if any).
+        """
+        overhead_iters = share.partition.overhead_iters
+        while iter_idx < cutlass.min(chunk_end, cta_end):
+            owner = cute.arch.popc(cute.arch.vote_ballot_sync(request_end <= iter_idx))
+            own = from_lane(tiles, owner)
+            own_end, request = cute.arch.shuffle_sync(request_end, owner), chunk * WARP + owner
+            tile_iters, offset, key_tiles, head_block, token = self.output_tile_at(
+                own, request, own_end, iter_idx, share, paired
+            )
+            tile_start = iter_idx - offset + overhead_iters
+            own_iters = cutlass.min(tile_iters - offset, cta_end - iter_idx)
+            first_tile = cutlass.max(offset - overhead_iters, 0)
+            own_tiles = cutlass.min(cutlass.max(offset + own_iters - overhead_iters, 0), key_tiles) - first_tile
+            if own_tiles > 0:
+                part = TilePart(request, *own.info, head_block, token, key_tiles, first_tile, own_tiles, tile_start)
+                # A row group may have more clusters than the request has row tiles left.
+                if cutlass.const_expr(not self.row_groups) or token < own.seqlen_q:
+                    num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
+            iter_idx += own_iters
+        return iter_idx, num_produced, num_splits
 
     @cute.jit
     def share(self, cta: cutlass.Int32, num_clusters: cutlass.Int32, partition: Partition):
@@ -515,8 +587,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
 
     @cute.jit
     def key_tiles_of_partials(self):
-        """The two partial results that a CTA may leave, in key tiles of as many bytes."""
-        row_bytes = cutlass.const_expr(2 * 4 * self.key.columns)
+        """The two partial results that a CTA, or each of `partial_ctas`, may leave, in key tiles of as many bytes."""
+        row_bytes = cutlass.const_expr(2 * 4 * self.key.columns * self.partial_ctas)
         tile_bytes = cutlass.const_expr(self.tile_n * self.key.key_bytes)
         return (self.requests.rows * row_bytes + tile_bytes // 2) // tile_bytes
 

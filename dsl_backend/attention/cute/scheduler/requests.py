@@ -58,6 +58,18 @@ def seqlen_info_of(requests: Requests, request: cutlass.Int32, num_requests: cut
 
 
 @cute.jit
+def lengths_of(requests: Requests, request: cutlass.Int32, num_requests: cutlass.Int32):
+    """A lane's request as it lies in memory: its first row of q, that of the next one, its keys; 0 beyond the last one.
+
+    Nothing is computed of them, so that the loads of several requests are in flight together.
+    """
+    begin, end, keys = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+    if request < num_requests:
+        begin, end, keys = requests.cu_seqlens_q[request], requests.cu_seqlens_q[request + 1], requests.seqused_k[request]
+    return begin, end, keys
+
+
+@cute.jit
 def zero_unless_served(requests: Requests, seqlen_q: cutlass.Int32, count: cutlass.Int32):
     """A request's count; 0 where the kernel does not serve requests of that many queries."""
     if seqlen_q < requests.min_seqlen_q or seqlen_q > requests.max_seqlen_q:

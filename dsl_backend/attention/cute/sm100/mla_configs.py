@@ -23,6 +23,11 @@ class MlaConfig(MlaTileConfig):
     """Tiles and stages of the kernel whose CTAs each multiply alone."""
 
     @property
+    def kept_chunks(self) -> int:
+        """Those of 128 requests: one round trip to memory in place of up to eight."""
+        return 4
+
+    @property
     def threads(self) -> int:
         return DEQUANT_WARP * WARP + (WARPGROUP if self.dequant_stages else 0)
 
@@ -60,6 +65,11 @@ class TwoCtaMlaConfig(MlaConfig):
     def least_stages(self) -> int:
         """One: K and V have stages of their own, and each part of a stage has its own mbarriers."""
         return 1
+
+    @property
+    def partial_ctas(self) -> int:
+        """Both: the pair reads a key tile together, and each CTA leaves partial results of its own rows."""
+        return self.cluster
 
     def tmem_columns(self, spec: AttentionSpec) -> int:
         """Columns of tensor memory, where a row is cut in two: half of those of S and O."""

@@ -8,7 +8,6 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
 from dsl_backend.attention.cute.args import MlaLoads
-from dsl_backend.attention.cute.loader.dense import PerTileLoads
 from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mla_configs import PARTS
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -20,7 +19,7 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 from dsl_backend.primitives.tma import TmaBox, tma_load_boxes
 
 
-class TwoCtaMlaLoadWarp(PerTileLoads, MlaLoadWarp):
+class TwoCtaMlaLoadWarp(MlaLoadWarp):
     """TMA producer of the CTA's stages: half of a tile's keys, in full width, and of all keys half of V's columns.
 
     The leader's mbarriers count the bytes of both CTAs.
@@ -61,24 +60,60 @@ class TwoCtaMlaLoadWarp(PerTileLoads, MlaLoadWarp):
         return self.tma_atom_q, self.tma_atom_q_rope, self.tma_atom_k
 
     @cute.jit
-    def load_item(self, work: WorkTile, tiles: cutlass.Int32):
-        """Load a work tile, in the order in which stages become empty.
+    def run(self):
+        """Load work tiles, in the order in which stages become empty.
 
         Stages of K become empty with S of the tile before, those of V with its PV MMA, which is issued after S of this
-        tile. All MMAs of the work tile before are done when those of this one begin.
+        tile. So the last V of a work tile comes behind Q and the first K of the next one. The numbers of pages come
+        from memory too: they are read a tile ahead, and those of the next work tile's first tiles during this one.
         """
-        last, count = work.n_block_max - 1, work.n_block_max - work.n_block_min
-        pages = self.pages_of(work, last)
-        self.load_k(last, pages, tiles)
-        self.load_v(last, pages, tiles)
-        for step in cutlass.range(1, count, unroll=1):
-            pages_prev = pages
-            pages = self.full_tile_pages_of(work, last - step)
-            self.load_k(last - step, pages, tiles + step)
-            if step > 1:
-                self.load_v(last - step + 1, pages_prev, tiles + step - 1)
-        if count > 1:
-            self.load_v(work.n_block_min, pages, tiles + count - 1)
+        for atom in self.atoms():
+            cpasync.prefetch_descriptor(atom)
+        work_tiles, tiles = cutlass.Int32(0), cutlass.Int32(0)
+        owes_v, n_block_prev, pages_prev = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
+        work = self.work_pipeline.consume(work_tiles)
+        pages, pages_ahead = self.first_pages(work)
+        valid = work.valid
+        while valid != 0:
+            last, count = work.n_block_max - 1, work.n_block_max - work.n_block_min
+            self.load_queries(work, work_tiles)
+            self.load_k(last, pages, tiles)
+            if owes_v != 0:
+                self.load_v(n_block_prev, pages_prev, tiles - 1)
+            self.load_v(last, pages, tiles)
+            work_tiles += 1
+            work_ahead = self.work_pipeline.consume(work_tiles)
+            first_pages, second_pages = self.first_pages(work_ahead)
+            for step in cutlass.range(1, count, unroll=1):
+                pages_prev, pages = pages, pages_ahead
+                pages_ahead = self.pages_ahead(work, last - step - 1)
+                self.load_k(last - step, pages, tiles + step)
+                if step > 1:
+                    self.load_v(last - step + 1, pages_prev, tiles + step - 1)
+            owes_v = cutlass.Int32(1) if count > 1 else cutlass.Int32(0)
+            n_block_prev, pages_prev = work.n_block_min, pages
+            tiles += count
+            work, pages, pages_ahead = work_ahead, first_pages, second_pages
+            valid = work.valid
+        if owes_v != 0:
+            self.load_v(n_block_prev, pages_prev, tiles - 1)
+
+    @cute.jit
+    def first_pages(self, work: WorkTile):
+        """A lane's pages of the first two tiles of a work tile."""
+        first, second = cutlass.Int32(0), cutlass.Int32(0)
+        if work.valid != 0:
+            first = self.pages_of(work, work.n_block_max - 1)
+            second = self.pages_ahead(work, work.n_block_max - 2)
+        return first, second
+
+    @cute.jit
+    def pages_ahead(self, work: WorkTile, n_block: cutlass.Int32):
+        """A lane's page of a tile behind the first one processed; 0 where the work tile has no such tile."""
+        page = cutlass.Int32(0)
+        if n_block >= work.n_block_min:
+            page = self.full_tile_pages_of(work, n_block)
+        return page
 
     @cute.jit
     def pages_of(self, work: WorkTile, n_block: cutlass.Int32):

@@ -14,7 +14,7 @@ from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.rows import AccumulatorRow
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, q_head_of
 from dsl_backend.attention.cute.score_mod import NoScoreMod, ScoreMod, ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR
@@ -27,7 +27,7 @@ from dsl_backend.attention.cute.softmax import OnlineSoftmax, finalize
 from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.accumulators import fence_register
-from dsl_backend.primitives.copy import clear_rows, store_vector
+from dsl_backend.primitives.copy import clear_rows, exchange_vectors, store_vector
 from dsl_backend.primitives.math import add_pair, exp2, finite_or_zero, fma_pair, fmax3_tree, tree_reduce
 from dsl_backend.primitives.ring import phase_of, stage_of
 
@@ -254,11 +254,10 @@ class TwoCtaMlaSoftmaxWarps:
         rows, columns = self.rows.requests.rows, cutlass.const_expr(self.kernel.dims_v)
         partial = self.partials.iterator + cutlass.Int64(work.partial_idx) * partial_size(rows, columns)
         for first in cutlass.range(0, columns // CTA_PAIR, O_COLUMNS, unroll=1):
-            acc_O = self.load_o(first, 1.0)
-            if self.row < work.num_rows:
-                for i in cutlass.range_constexpr(0, O_COLUMNS, 4):
-                    vector = cute.make_tensor(acc_O.iterator + i, cute.make_layout(4))
-                    store_vector(vector, partial, self.row * columns + self.half * (columns // CTA_PAIR) + first + i)
+            acc_O, column = self.load_o(first, 1.0), self.half * (columns // CTA_PAIR) + first
+            vectors = cute.make_tensor(acc_O.iterator, cute.make_layout((4, O_COLUMNS // 4)))
+            offsets = [cutlass.Int64(row * columns + column) for row in self.row_pair()]
+            self.store_row_pair(vectors, partial, offsets, work)
         if self.row < work.num_rows and self.half == 0:
             row_max_partial = partial + rows * columns + self.row
             cute.make_tensor(row_max_partial, cute.make_layout(1))[0] = row_max
@@ -267,20 +266,40 @@ class TwoCtaMlaSoftmaxWarps:
     @cute.jit
     def store_out(self, work: WorkTile, row_max: cutlass.Float32, row_sum: cutlass.Float32):
         """O divided by row_sum, rounded, and the LSE."""
-        columns = cutlass.const_expr(self.kernel.dims_v)
-        token, head = work.q_offset + self.row // self.key.pack_gqa, self.rows.head(work, 0)
+        columns, out = cutlass.const_expr(self.kernel.dims_v), self.out
         out_scale, lse = finalize(row_max, row_sum, self.rows.sink(work, 0), self.rows.v_scale(work))
         if cutlass.const_expr(self.key.lse):
             mLSE = self.lse
             if self.row < work.num_rows and self.half == 0:
-                mLSE[token, head] = lse
-        offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
-        offset = offset + self.half * (columns // CTA_PAIR)
+                mLSE[work.q_offset + self.row // self.key.pack_gqa, self.rows.head(work, 0)] = lse
+        offsets = []
+        for row in self.row_pair():
+            token, head = work.q_offset + row // self.key.pack_gqa, q_head_of(self.key, work.head_block, row)
+            offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1]
+            offsets.append(offset + self.half * (columns // CTA_PAIR))
         rounded = cute.make_rmem_tensor((VECTOR, O_COLUMNS // VECTOR), self.kernel.dtype)
         for first in cutlass.range(0, columns // CTA_PAIR, O_COLUMNS, unroll=1):
             acc_O = self.load_o(first, out_scale)
             for j in cutlass.range_constexpr(O_COLUMNS):
                 rounded[j] = acc_O[j].to(self.kernel.dtype)
-            if self.row < work.num_rows:
-                for i in cutlass.range_constexpr(O_COLUMNS // VECTOR):
-                    store_vector(rounded[None, i], self.out.iterator, offset + first + i * VECTOR)
+            self.store_row_pair(rounded, out.iterator, [offset + first for offset in offsets], work)
+
+    def row_pair(self) -> tuple[cutlass.Int32, cutlass.Int32]:
+        """The rows of two neighbouring lanes: the even one's and the odd one's."""
+        even = self.row // 2 * 2
+        return even, even + 1
+
+    @cute.jit
+    def store_row_pair(self, vectors: cute.Tensor, target: cute.Pointer, offsets: list[cutlass.Int64], work: WorkTile):
+        """Store vectors [element, vector] of the thread's row: two lanes write 32 bytes of a row, a sector, at once.
+
+        Args:
+            offsets: of the first vector in the target, for each row of the pair, in elements.
+        """
+        exchange_vectors(vectors, self.thread)
+        elements, rows = cutlass.const_expr(cute.size(vectors, mode=[0])), self.row_pair()
+        own = self.thread % 2 * elements
+        for parity in cutlass.range_constexpr(2):
+            if rows[parity] < work.num_rows:
+                for i in cutlass.range_constexpr(0, cute.size(vectors, mode=[1]), 2):
+                    store_vector(vectors[None, i + parity], target, offsets[parity] + (own + i * elements))
