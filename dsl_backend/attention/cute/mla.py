@@ -221,7 +221,7 @@ class TiledMla:
                 pair_row_tiles=True,
                 row_groups=config.row_groups,
                 short_splits=config.short_splits,
-                partial_ctas=config.partial_ctas,
+                idle_eighths=config.idle_eighths,
                 kept_chunks=config.kept_chunks,
             )
         return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)

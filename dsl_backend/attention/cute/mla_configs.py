@@ -69,9 +69,9 @@ class MlaTileConfig:
         return 2
 
     @property
-    def partial_ctas(self) -> int:
-        """CTAs whose partial results count against a cluster's key tiles, where splits are weighed: one."""
-        return 1
+    def idle_eighths(self) -> int:
+        """Of the clusters, eighths that may be idle rather than have key ranges split: none."""
+        return 0
 
     @property
     def kept_chunks(self) -> int:

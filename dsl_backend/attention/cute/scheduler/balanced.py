@@ -171,7 +171,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
         pair_row_tiles: prompts may be paired; costs nothing where there are none.
         row_groups: there may be row groups, of as many clusters as the requests say.
-        partial_ctas: CTAs of a cluster whose partial results count against the key tiles of the cluster.
+        idle_eighths: of the clusters, eighths that may be idle while memory is what the others wait for: without them
+            these have a larger share of its rate.
         kept_chunks: chunks of WARP requests whose lengths are loaded at once, and kept in registers; those of others
             are loaded one chunk after another, twice.
     """
@@ -190,13 +191,13 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         pair_row_tiles: bool = False,
         row_groups: bool = False,
         short_splits: bool = False,
-        partial_ctas: int = 1,
+        idle_eighths: int = 0,
         kept_chunks: int = 1,
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
         self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
-        self.short_splits, self.partial_ctas = short_splits, partial_ctas
+        self.short_splits, self.idle_eighths = short_splits, idle_eighths
         self.kept_chunks, self.kept = kept_chunks, []
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
 
@@ -583,12 +584,14 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     @cute.jit
     def combining_costs_more(self, unsplit_iters: cutlass.Int32, iters_per_cta: cutlass.Int32):
         """Whether combining takes longer than the time for which CTAs are idle without splits."""
+        if cutlass.const_expr(self.idle_eighths > 0):
+            unsplit_iters -= unsplit_iters * self.idle_eighths // 8
         return unsplit_iters <= iters_per_cta + self.combine_tiles + self.key_tiles_of_partials()
 
     @cute.jit
     def key_tiles_of_partials(self):
-        """The two partial results that a CTA, or each of `partial_ctas`, may leave, in key tiles of as many bytes."""
-        row_bytes = cutlass.const_expr(2 * 4 * self.key.columns * self.partial_ctas)
+        """The two partial results that a CTA may leave, in key tiles of as many bytes."""
+        row_bytes = cutlass.const_expr(2 * 4 * self.key.columns)
         tile_bytes = cutlass.const_expr(self.tile_n * self.key.key_bytes)
         return (self.requests.rows * row_bytes + tile_bytes // 2) // tile_bytes
 

@@ -67,9 +67,9 @@ class TwoCtaMlaConfig(MlaConfig):
         return 1
 
     @property
-    def partial_ctas(self) -> int:
-        """Both: the pair reads a key tile together, and each CTA leaves partial results of its own rows."""
-        return self.cluster
+    def idle_eighths(self) -> int:
+        """One: MMAs of a key tile take 2176 cycles, its share of a B200's memory 2803 where all SMs are at work."""
+        return 1
 
     def tmem_columns(self, spec: AttentionSpec) -> int:
         """Columns of tensor memory, where a row is cut in two: half of those of S and O."""
