@@ -131,7 +131,10 @@ class BalancedSchedule:
         row_group: int = 0,
         row_group_iters: int = 100,
         short_splits: bool = False,
+        idle_eighths: int = 0,
+        kept_chunks: int = 1,
     ):
+        self.idle_eighths, self.kept_chunks = idle_eighths, kept_chunks
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
         self.row_group, self.row_group_iters, self.short_splits = row_group, row_group_iters, short_splits
         self.min_split_tiles, self.cluster, self.pair_row_tiles = min_split_tiles, cluster, pair_row_tiles
@@ -170,5 +173,7 @@ class BalancedSchedule:
             pair_row_tiles=self.pair_row_tiles,
             row_groups=self.row_group > 0,
             short_splits=self.short_splits,
+            idle_eighths=self.idle_eighths,
+            kept_chunks=self.kept_chunks,
         )
         scheduler.run()

@@ -299,6 +299,8 @@ def balanced_schedule(
     row_group_iters: int = 100,
     min_split_tiles: int = MIN_SPLIT_TILES,
     short_splits: bool = False,
+    idle_eighths: int = 0,
+    kept_chunks: int = 1,
 ) -> tuple[list[list[WorkTile]], list[SplitRange]]:
     """(work tiles of each CTA, split range of each CTA) for requests of `lengths` keys.
 
@@ -312,6 +314,7 @@ def balanced_schedule(
     recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
         options = (tokens, TILE, min_split_tiles, cluster, pair_row_tiles, row_group, row_group_iters, short_splits)
+        options = (*options, idle_eighths, kept_chunks)
         call(BalancedSchedule, (key_of(split=True), *options), (starts, keys, split_ranges, recorded))
     found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
     found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
@@ -456,6 +459,53 @@ def test_mistakes_in_row_groups(mistake: Mistake, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(schedule_kernels, "BalancedSplitKVTileScheduler", scheduler)
     with pytest.raises((EmulatorError, AssertionError)):
         assert_row_groups("mistaken", 4, 12)
+
+
+def assert_kept(name: str, kept_chunks: int, clusters: int) -> None:
+    """A scheduler that keeps lengths of requests finds the work tiles of one that does not."""
+    q_lens, lengths = {"decodes": ([1] * 163, [1 + 37 * i % 211 for i in range(163)]), **PAIRED}[name]
+    pairs = name != "decodes"
+    options = {"tokens": 4, "pair_row_tiles": True} if pairs else {}
+    found, split_ranges = balanced_schedule(lengths, 2 * clusters, q_lens, 2, kept_chunks=kept_chunks, **options)
+    assert_balanced(found, split_ranges, lengths, q_lens, options.get("tokens", TOKENS_PER_TILE), pairs)
+    assert (found, split_ranges) == balanced_schedule(lengths, 2 * clusters, q_lens, 2, **options)
+
+
+# More requests than are kept, as many chunks, and fewer.
+@pytest.mark.parametrize("kept_chunks", [2, 4, 8])
+@pytest.mark.parametrize("name", ["decodes", "across-chunks"])
+def test_kept_lengths(name: str, kept_chunks: int) -> None:
+    assert_kept(name, kept_chunks, 5)
+
+
+KEPT_MISTAKES = (
+    Mistake("lengths of another chunk", balanced, "self.kept[other - 1]", "self.kept[other - 2]"),
+    Mistake("no loads behind the kept ones", balanced, "if chunk >= self.kept_chunks", "if chunk > self.kept_chunks"),
+    Mistake(
+        "chunks that are skipped count nothing",
+        balanced,
+        'chunk_end += cute.arch.warp_redux_sync(iters, "add")',
+        'chunk_end = cute.arch.warp_redux_sync(iters, "add")',
+    ),
+)
+
+
+@pytest.mark.parametrize("mistake", KEPT_MISTAKES, ids=lambda mistake: mistake.id)
+def test_mistakes_in_kept_lengths(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = spoilt(mistake, tmp_path).BalancedSplitKVTileScheduler
+    monkeypatch.setattr(schedule_kernels, "BalancedSplitKVTileScheduler", scheduler)
+    with pytest.raises((EmulatorError, AssertionError)):
+        assert_kept("decodes", 4, 5)
+
+
+@pytest.mark.parametrize("idle_eighths", [0, 1])
+def test_idle_ctas(idle_eighths: int) -> None:
+    """An eighth of the CTAs is idle, or none: output tiles are whole, or split."""
+    lengths, num_ctas = [40 * TILE] * 8, 9
+    found, split_ranges = balanced_schedule(lengths, num_ctas, idle_eighths=idle_eighths)
+    assert_balanced(found, split_ranges, lengths, [1] * len(lengths))
+    assert sum(not works for works in found) == idle_eighths
+    assert any(split_range.num_splits for split_range in split_ranges) == (idle_eighths == 0)
 
 
 def assert_balanced(

@@ -289,7 +289,7 @@ def long_query_config(spec: AttentionSpec) -> DenseConfig:
         return DenseConfig(stages=2, query_stages=2, late_p_keys=32)
     # MMAs of wider heads take longer than seven eighths of the exponentials.
     if widest <= 128:
-        wide = DenseConfig(ex2_emulation=2, late_p_keys=64)
+        wide = DenseConfig(ex2_emulation=2, late_p_keys=32)
         # Three stages of keys and values leave room for a second one of queries.
         shares = padded(spec.head_dim) >= padded(spec.head_dim_v)
         return replace(wide, query_stages=2, shared_kv_stages=True) if shares else wide

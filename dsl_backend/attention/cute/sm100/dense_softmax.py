@@ -33,6 +33,7 @@ from dsl_backend.primitives.math import (
 # Columns of sStats, a row's statistics: acc_scale for each key tile; at the end of a work tile row_sum and row_max.
 ACC_SCALE, ROW_SUM, ROW_MAX = 0, 0, 1
 ROW_SUMS = 4  # partial sums of P side by side
+NARROW = 64  # columns of V up to which P does not wait for O to be rescaled: its MMAs are short
 
 
 class SoftmaxWarps:
@@ -183,6 +184,8 @@ class SoftmaxWarps:
         acc_scale = exp2(row_max_prev * self.score_mod.softmax_scale_log2 - row_max_scaled)
         self.sStats[self.thread, ACC_SCALE, s_stage] = acc_scale
         arrive(self.barriers.stats_full + s_stage, self.arrive_count)
+        if cutlass.const_expr(self.kernel.dims_v > NARROW):
+            hold_order()
         p_sum = self.store_p(scores, row_max_scaled, 0 if masked else self.ex2_emulation, tmem_offset, s_stage)
         self.row_sum[0] = self.row_sum[0] * acc_scale + (p_sum[0] + p_sum[1])
 
@@ -221,6 +224,7 @@ class SoftmaxWarps:
             if first + P_COLUMNS == early:
                 p_stored()
                 self.arrive_p_full(s_stage)
+                hold_order()
         if self.config.late_p_keys:
             late_p_full = self.barriers.late_p_full
             assert late_p_full is not None
@@ -270,6 +274,11 @@ def p_stored() -> None:
     """Wait until this thread's P is in tensor memory, ahead of an arrival."""
     cute.arch.fence_view_async_tmem_store()
     tmem.before_sync()
+
+
+def hold_order() -> None:
+    """Keep an arrival ahead of the exponentials behind it: nothing passes a wait for tensor memory, here for no load."""
+    cute.arch.fence_view_async_tmem_load()
 
 
 @cute.jit
