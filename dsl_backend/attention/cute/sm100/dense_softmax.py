@@ -184,7 +184,7 @@ class SoftmaxWarps:
         acc_scale = exp2(row_max_prev * self.score_mod.softmax_scale_log2 - row_max_scaled)
         self.sStats[self.thread, ACC_SCALE, s_stage] = acc_scale
         arrive(self.barriers.stats_full + s_stage, self.arrive_count)
-        if cutlass.const_expr(self.kernel.dims_v > NARROW):
+        if cutlass.const_expr(self.kernel.dims_v > NARROW and self.config.late_p_keys > 0):
             hold_order()
         p_sum = self.store_p(scores, row_max_scaled, 0 if masked else self.ex2_emulation, tmem_offset, s_stage)
         self.row_sum[0] = self.row_sum[0] * acc_scale + (p_sum[0] + p_sum[1])
@@ -224,7 +224,8 @@ class SoftmaxWarps:
             if first + P_COLUMNS == early:
                 p_stored()
                 self.arrive_p_full(s_stage)
-                hold_order()
+                if self.config.late_p_keys:
+                    hold_order()
         if self.config.late_p_keys:
             late_p_full = self.barriers.late_p_full
             assert late_p_full is not None
