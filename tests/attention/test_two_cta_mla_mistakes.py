@@ -22,7 +22,7 @@ from dsl_backend.attention.cute.sm100 import (
 )
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig
 from dsl_backend.attention.cute.sm100.mla_host import MlaSplitKV
-from dsl_backend.primitives import tcgen05_mma, tma
+from dsl_backend.primitives import copy, tcgen05_mma, tma
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import mla
@@ -102,6 +102,21 @@ MISTAKES = (
     Mistake("bytes counted by the CTA's own mbarrier", tma, "~PEER_CTA_BIT & 0xFFFFFFFF", "0xFFFFFFFF"),
     Mistake("the leader alone is signalled", tcgen05_mma, "(1 << self.cluster) - 1", "1"),
     Mistake("all k-blocks in each part", tcgen05_mma, "steps or range(k, k + size)", "range(k, k + size)"),
+    Mistake(
+        "pages read too late",
+        two_cta_mla_load,
+        "pages_ahead = self.pages_ahead(work, last - step - 1)",
+        "pages_ahead = self.pages_ahead(work, last - step)",
+    ),
+    Mistake("the last V never loaded", two_cta_mla_load, "Int32(1) if count > 1", "Int32(1) if count > 99"),
+    Mistake(
+        "the last V over another stage",
+        two_cta_mla_load,
+        "pages_prev, tiles - 1)\n            self.load_v(last",
+        "pages_prev, tiles)\n            self.load_v(last",
+    ),
+    Mistake("the even row stored twice", two_cta_mla_softmax, "return even, even + 1", "return even, even"),
+    Mistake("vectors that stay where they are", copy, "received if odd else first\n", "first\n"),
     Mistake("O of the last k-block", tcgen05_mma, 'scale_d = "adds"\n            k', "pass\n            k"),
 )
 # Modules, and what they take from a module that may have a mistake.
@@ -111,6 +126,7 @@ IMPORTS = (
     (two_cta_mla_kernel, "TwoCtaMlaSoftmaxWarps"),
     (two_cta_mla_kernel, "two_cta_mbar_arrays"),
     (two_cta_mla_load, "tma_load_boxes"),
+    (two_cta_mla_softmax, "exchange_vectors"),
     (two_cta_mla_mma, "Tcgen05Mma"),
 )
 QUICK = ("a part of K never empty",)

@@ -275,7 +275,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         for other in cutlass.range_constexpr(2, self.kept_chunks):
             is_other = chunk == other
             begin, end, keys = (
-                theirs if is_other else own for theirs, own in zip(self.kept[other - 1], (begin, end, keys), strict=True)
+                theirs if is_other else own
+                for theirs, own in zip(self.kept[other - 1], (begin, end, keys), strict=True)
             )
         seqlen_q = end - begin
         if chunk >= self.kept_chunks:

@@ -65,7 +65,11 @@ def lengths_of(requests: Requests, request: cutlass.Int32, num_requests: cutlass
     """
     begin, end, keys = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
     if request < num_requests:
-        begin, end, keys = requests.cu_seqlens_q[request], requests.cu_seqlens_q[request + 1], requests.seqused_k[request]
+        begin, end, keys = (
+            requests.cu_seqlens_q[request],
+            requests.cu_seqlens_q[request + 1],
+            requests.seqused_k[request],
+        )
     return begin, end, keys
 
 

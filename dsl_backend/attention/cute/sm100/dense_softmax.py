@@ -278,7 +278,7 @@ def p_stored() -> None:
 
 
 def hold_order() -> None:
-    """Keep an arrival ahead of the exponentials behind it: nothing passes a wait for tensor memory, here for no load."""
+    """Keep an arrival ahead of the exponentials behind it: nothing passes a wait for tensor memory, if for nothing."""
     cute.arch.fence_view_async_tmem_load()
 
 
