@@ -22,7 +22,7 @@ from emulator.clock.chips import CHIPS
 from emulator.clock.constants import ChipClock
 from emulator.clock.machine import ClockMachine, LaunchTime, Recorded
 
-from .measured import ROWS, Measured
+from .measured import ROWS, UNTIMED, Measured
 from .peers import RUNS
 from .problems import run_of
 from .stand_in import PEERS, pretend
@@ -125,7 +125,8 @@ def main() -> int:
     parser.add_argument("--beside", action="store_true", help="this package's kernels beside others' on the same clock")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another constant of the chip")
     asked = parser.parse_args()
-    rows = [row for row in ROWS if row.chip == asked.chip and re.search(asked.rows, row.name)]
+    every = ROWS + (UNTIMED if asked.beside else ())
+    rows = [row for row in every if row.chip == asked.chip and re.search(asked.rows, row.name)]
     if asked.kept:
         wanted = (True, False) if asked.beside else (None,)
         rows = [row for row in rows if all((asked.keep / kept_name(row, ours)).exists() for ours in wanted)]

@@ -95,3 +95,8 @@ PUBLISHED = (
     published("quack-gemm", "16384x16384x16384", 1225, "quack #82"),
 )
 ROWS = MEASURED + PUBLISHED
+# Nobody published these: for `--beside` alone.
+UNTIMED = tuple(
+    Measured(operator, row, 0.0, chip="B200", source="nobody")
+    for operator, row in (("flash-mla", "h16-b64-k4k"), ("flash-mla", "h64-b64-k4k"), ("flash", "hd256-h8-16x1k"))
+)
