@@ -98,5 +98,10 @@ ROWS = MEASURED + PUBLISHED
 # Nobody published these: for `--beside` alone.
 UNTIMED = tuple(
     Measured(operator, row, 0.0, chip="B200", source="nobody")
-    for operator, row in (("flash-mla", "h16-b64-k4k"), ("flash-mla", "h64-b64-k4k"), ("flash", "hd256-h8-16x1k"))
+    for operator, row in (
+        ("flash", "hd96-h16-32x1k"),
+        ("flash", "hd256-h8-16x1k"),
+        ("flash-mla", "h16-b64-k4k"),
+        ("flash-mla", "h64-b64-k4k"),
+    )
 )

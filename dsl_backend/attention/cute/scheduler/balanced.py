@@ -198,7 +198,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
         self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
         self.short_splits, self.idle_eighths = short_splits, idle_eighths
-        self.kept_chunks, self.kept = kept_chunks, []
+        self.kept_chunks = kept_chunks
+        self.kept: list[tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32]] = []
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
 
     @cute.jit
@@ -369,7 +370,19 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             first_tile = cutlass.max(offset - overhead_iters, 0)
             own_tiles = cutlass.min(cutlass.max(offset + own_iters - overhead_iters, 0), key_tiles) - first_tile
             if own_tiles > 0:
-                part = TilePart(request, *own.info, head_block, token, key_tiles, first_tile, own_tiles, tile_start)
+                info = own.info
+                part = TilePart(
+                    request,
+                    info.offset_q,
+                    info.seqlen_q,
+                    info.seqlen_k,
+                    head_block,
+                    token,
+                    key_tiles,
+                    first_tile,
+                    own_tiles,
+                    tile_start,
+                )
                 # A row group may have more clusters than the request has row tiles left.
                 if cutlass.const_expr(not self.row_groups) or token < own.seqlen_q:
                     num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
