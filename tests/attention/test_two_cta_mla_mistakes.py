@@ -35,7 +35,17 @@ CONFIG = TwoCtaMlaConfig(tile_n=32)
 CASE = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=16, why="a page is a part of a tile")
 WIDE_PAGES = mla(128, q_lens=(1, 1), kv_lens=(330, 70), q_gain=8.0, page=64, why="a tile is a part of a page")
 
-# Of the index of a box in its page, and of the rest.
+SEVERAL = mla(128, q_lens=(1, 1, 1), kv_lens=(100, 70, 100), q_gain=8.0, page=16, why="a CTA pair has two requests")
+
+# Of a work tile behind another one, of the index of a box in its page, and of the rest.
+BEHIND = (
+    Mistake(
+        "the last V over another stage",
+        two_cta_mla_load,
+        "pages_prev, tiles - 1)\n            self.load_v(last",
+        "pages_prev, tiles)\n            self.load_v(last",
+    ),
+)
 PAGES = (
     Mistake(
         "the leader's box in its page",
@@ -109,12 +119,6 @@ MISTAKES = (
         "pages_ahead = self.pages_ahead(work, last - step)",
     ),
     Mistake("the last V never loaded", two_cta_mla_load, "Int32(1) if count > 1", "Int32(1) if count > 99"),
-    Mistake(
-        "the last V over another stage",
-        two_cta_mla_load,
-        "pages_prev, tiles - 1)\n            self.load_v(last",
-        "pages_prev, tiles)\n            self.load_v(last",
-    ),
     Mistake("the even row stored twice", two_cta_mla_softmax, "return even, even + 1", "return even, even"),
     Mistake("vectors that stay where they are", copy, "received if odd else first\n", "first\n"),
     Mistake("O of the last k-block", tcgen05_mma, 'scale_d = "adds"\n            k', "pass\n            k"),
@@ -156,7 +160,7 @@ def test_right_without_a_mistake(case: Any) -> None:
     ("case", "mistake"),
     [
         pytest.param(case, one, id=one.id, marks=() if one.id in QUICK else (pytest.mark.full,))
-        for case, mistakes in ((CASE, MISTAKES), (WIDE_PAGES, PAGES))
+        for case, mistakes in ((CASE, MISTAKES), (WIDE_PAGES, PAGES), (SEVERAL, BEHIND))
         for one in mistakes
     ],
 )
