@@ -98,7 +98,8 @@ MISTAKES = (
         Mistake(
             "a tile has the weights' scales of the one before",
             scaled_gemm,
-            "self.scales_of_lanes(params, of_lanes, next_n, 0, thread)\n                if cutlass.const_expr(self.splits",
+            "self.scales_of_lanes(params, of_lanes, next_n, 0, thread)\n"
+            "                if cutlass.const_expr(self.splits",
             "pass\n                if cutlass.const_expr(self.splits",
         ),
     ),
