@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch invariance as it is served: bitwise the same log-probabilities of one request, whatever surrounds it.
 
-    python -m integration.invariance [--graphs] [MODEL ...]
+    python -m integration.invariance [--graphs] [--backend BACKEND] [MODEL ...]
 
 It runs small random-normal models with VLLM_BATCH_INVARIANT=1 and compares one request in several situations with the
 same request alone, whose prompt is one chunk. On a GPU vLLM makes everything but attention invariant. On a CPU it does
@@ -97,7 +97,11 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def job(
-    folder: Path, situation: Situation, patches: Sequence[str] = (), engine: Mapping[str, Any] | None = None
+    folder: Path,
+    situation: Situation,
+    patches: Sequence[str] = (),
+    engine: Mapping[str, Any] | None = None,
+    backend: str = "dsl",
 ) -> Job:
     """The request in a situation; it is the first of the job's prompts.
 
@@ -120,7 +124,7 @@ def job(
     }
     return Job(
         model=str(folder),
-        backend="dsl",
+        backend=backend,
         dtype=here.dtypes[0],
         prompts=asked,
         max_tokens=sizes().answer,
@@ -231,6 +235,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(CHECKED), metavar="MODEL", help=f"default: {CHECKED}")
     parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs")
     parser.add_argument("--kernel", help="the option attention_kernel")
+    parser.add_argument("--backend", default="dsl", help="another one shows what vLLM's own layers do (default: dsl)")
     options = parser.parse_args()
     keys, jobs = [], []
     engine: dict[str, Any] = {"enforce_eager": False} if options.graphs else {}
@@ -240,7 +245,7 @@ def main() -> int:
             path = models.write(model(name), Path(folder) / name)
             for situation in situations():
                 keys.append((name, situation))
-                jobs.append(job(path, situation, engine=engine))
+                jobs.append(job(path, situation, engine=engine, backend=options.backend))
         outcomes = run(jobs)
     failed = 0
     alone: dict[str, Answer] = {}
