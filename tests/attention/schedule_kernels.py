@@ -4,7 +4,7 @@
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler, SplitRule
 from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -168,12 +168,10 @@ class BalancedSchedule:
             self.tile_n,
             requests,
             split_ranges,
-            self.min_split_tiles,
+            SplitRule(min_tiles=self.min_split_tiles, short_splits=self.short_splits, idle_eighths=self.idle_eighths),
             self.cluster,
             pair_row_tiles=self.pair_row_tiles,
             row_groups=self.row_group > 0,
-            short_splits=self.short_splits,
-            idle_eighths=self.idle_eighths,
             kept_chunks=self.kept_chunks,
         )
         scheduler.run()

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -385,17 +386,26 @@ def test_the_cute_kernel_on_the_emulator(monkeypatch: pytest.MonkeyPatch) -> Non
             assert torch.equal(make()(1), inputs.layers[1].x + 1)
 
 
-def test_gluon_compiles() -> None:
-    triton = pytest.importorskip("triton", reason="Triton is not installed")
-    gluon = pytest.importorskip("triton.experimental.gluon._runtime", reason="this Triton has no Gluon")
-    from triton.backends.compiler import GPUTarget
+GLUON = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
 
-    from benchmarks.launch.kernels.gluon_kernel import add_one
-    from benchmarks.launch.problems import THREADS
+from benchmarks.launch.kernels.gluon_kernel import add_one
+from benchmarks.launch.problems import THREADS
 
-    signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "elements": "i32", "BLOCK": "constexpr"}
-    source = gluon.GluonASTSource(add_one, signature=signature, constexprs={"BLOCK": THREADS})
-    assert "st.global" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+signature = {"x_ptr": "*fp32", "out_ptr": "*fp32", "elements": "i32", "BLOCK": "constexpr"}
+source = GluonASTSource(add_one, signature=signature, constexprs={"BLOCK": THREADS})
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+def test_gluon_compiles(server_environment: dict[str, str]) -> None:
+    """In a process of its own: Triton's interpreter, which other tests start, would be asked to compile it."""
+    pytest.importorskip("triton.experimental.gluon._runtime", reason="this Triton has no Gluon")
+    found = subprocess.run([sys.executable, "-c", GLUON], env=server_environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert "st.global" in found.stdout
 
 
 def test_launches_of_triton_and_torch(tmp_path: Path) -> None:

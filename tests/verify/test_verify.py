@@ -157,10 +157,12 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch, t
         "cluster-default": "wrong",
         "recompute-log": "crashed",
         "stream-exact": "crashed",
+        "two-vectors": "wrong",
+        "two-vectors-cluster": "wrong",
     }
     assert "gone" in status["recompute-log"]["message"]
     assert [entry for entry in entries if entry["kind"] == "row"] == []
-    assert entries[-1]["failed"] == 5
+    assert entries[-1]["failed"] == 7
     assert not entries[-1]["all_right"]
     assert "NOT all right" in result.stdout
     for name in failed:

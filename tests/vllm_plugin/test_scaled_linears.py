@@ -194,7 +194,12 @@ def test_results_within_twice_vllms_own_error(caplog: Any, scheme: str, bias: bo
         compared = by_hand(theirs, x)
     else:
         processed(theirs)
-        compared = theirs(x)
+        try:
+            compared = theirs(x)
+        except RuntimeError as reason:
+            if not bias:
+                raise
+            pytest.skip(f"vLLM's kernel for this CPU takes no bias of bfloat16: {reason}")
     assert 0 < error(ours(x), exact) <= 2 * error(compared, exact)
     # Each row is its own: a scale of another one would be seen.
     for row in (0, 36):

@@ -16,7 +16,7 @@ from dsl_backend.attention.cute.dequant import fp8_smem_layout, fp8_tma_box
 from dsl_backend.attention.cute.fp8_smem import fp8_box
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig
-from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES_MLA, BalancedSplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES_MLA, BalancedSplitKVTileScheduler, SplitRule
 from dsl_backend.attention.cute.scheduler.persistent import StaticPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler
@@ -215,13 +215,15 @@ class TiledMla:
                 self.tile_n,
                 requests,
                 scheduler_workspace,
-                config.min_split_tiles,
+                SplitRule(
+                    min_tiles=config.min_split_tiles,
+                    short_splits=config.short_splits,
+                    combine_tiles=COMBINE_TILES_MLA,
+                    idle_eighths=config.idle_eighths,
+                ),
                 config.cluster,
-                COMBINE_TILES_MLA,
                 pair_row_tiles=True,
                 row_groups=config.row_groups,
-                short_splits=config.short_splits,
-                idle_eighths=config.idle_eighths,
                 kept_chunks=config.kept_chunks,
             )
         return StaticPersistentTileScheduler(self.key, work_pipeline, tokens, self.tile_n, requests)

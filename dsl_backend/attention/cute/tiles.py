@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors
 from dsl_backend.attention.cute.dequant import fp8_smem_layout, fp8_tma_box
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
-from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler
+from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler, SplitRule
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler
@@ -235,7 +235,7 @@ class TiledKernel:
                 self.tile_n,
                 requests,
                 scheduler_workspace,
-                self.config.min_split_tiles,
+                SplitRule(min_tiles=self.config.min_split_tiles),
                 pair_row_tiles=self.pair_row_tiles,
             )
         return DynamicPersistentTileScheduler(

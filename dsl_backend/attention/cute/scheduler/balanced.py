@@ -7,6 +7,7 @@ its key tiles. An output tile that crosses a boundary between CTAs is split: eac
 and the combine kernel (combine.py) puts them together.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -143,6 +144,24 @@ class TilePart(NamedTuple):
         return SeqlenInfo(self.offset_q, self.seqlen_q, self.seqlen_k)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """When output tiles are split.
+
+    Attributes:
+        min_tiles: key tiles of a CTA at least.
+        short_splits: fewer are enough where the longest output tile has few key tiles: `least_split_tiles`.
+        combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
+        idle_eighths: of the clusters, eighths that may be idle while memory is what the others wait for: without them
+            these have a larger share of its rate.
+    """
+
+    min_tiles: int
+    short_splits: bool = False
+    combine_tiles: int = COMBINE_TILES
+    idle_eighths: int = 0
+
+
 class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     """An even, contiguous share of the batch's iterations for each CTA; the module's docstring defines the words.
 
@@ -165,14 +184,10 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
 
     Args:
         split_ranges: [CTAs, SPLIT_RANGE_FIELDS], written here for the combine kernel.
-        min_split_tiles: key tiles of a CTA at least.
-        short_splits: fewer are enough where the longest output tile has few key tiles: `least_split_tiles`.
+        rule: when output tiles are split.
         cluster: CTAs of a cluster.
-        combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
         pair_row_tiles: prompts may be paired; costs nothing where there are none.
         row_groups: there may be row groups, of as many clusters as the requests say.
-        idle_eighths: of the clusters, eighths that may be idle while memory is what the others wait for: without them
-            these have a larger share of its rate.
         kept_chunks: chunks of WARP requests whose lengths are loaded at once, and kept in registers; those of others
             are loaded one chunk after another, twice.
     """
@@ -185,19 +200,15 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         tile_n: int,
         requests: Requests,
         split_ranges: cute.Tensor,
-        min_split_tiles: int,
+        rule: SplitRule,
         cluster: int = 1,
-        combine_tiles: int = COMBINE_TILES,
         pair_row_tiles: bool = False,
         row_groups: bool = False,
-        short_splits: bool = False,
-        idle_eighths: int = 0,
         kept_chunks: int = 1,
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
-        self.split_ranges, self.min_split_tiles, self.combine_tiles = split_ranges, min_split_tiles, combine_tiles
-        self.short_splits, self.idle_eighths = short_splits, idle_eighths
+        self.split_ranges, self.rule = split_ranges, rule
         self.kept_chunks = kept_chunks
         self.kept: list[tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32]] = []
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
@@ -555,10 +566,10 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     @cute.jit
     def least_split_tiles(self, most_key_tiles: cutlass.Int32):
         """Key tiles of a split at least; with `short_splits` up to sqrt(most_key_tiles / SPLITS_PER_TILE), rounded."""
-        least = cutlass.Int32(self.min_split_tiles)
-        if cutlass.const_expr(self.short_splits):
+        least = cutlass.Int32(self.rule.min_tiles)
+        if cutlass.const_expr(self.rule.short_splits):
             least = cutlass.Int32(1)
-            for tiles in cutlass.range_constexpr(2, self.min_split_tiles + 1):
+            for tiles in cutlass.range_constexpr(2, self.rule.min_tiles + 1):
                 # The root is at least tiles - 1/2.
                 rounds_up = 4 * most_key_tiles >= SPLITS_PER_TILE * (2 * tiles - 1) ** 2
                 least = cutlass.Int32(tiles) if rounds_up else least
@@ -598,9 +609,9 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
     @cute.jit
     def combining_costs_more(self, unsplit_iters: cutlass.Int32, iters_per_cta: cutlass.Int32):
         """Whether combining takes longer than the time for which CTAs are idle without splits."""
-        if cutlass.const_expr(self.idle_eighths > 0):
-            unsplit_iters -= unsplit_iters * self.idle_eighths // 8
-        return unsplit_iters <= iters_per_cta + self.combine_tiles + self.key_tiles_of_partials()
+        if cutlass.const_expr(self.rule.idle_eighths > 0):
+            unsplit_iters -= unsplit_iters * self.rule.idle_eighths // 8
+        return unsplit_iters <= iters_per_cta + self.rule.combine_tiles + self.key_tiles_of_partials()
 
     @cute.jit
     def key_tiles_of_partials(self):

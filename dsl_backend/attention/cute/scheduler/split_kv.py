@@ -16,6 +16,7 @@ from dsl_backend.attention.cute.scheduler.balanced import (
     OVERHEAD_ITERS,
     BalancedSplitKVTileScheduler,
     CtaShare,
+    SplitRule,
     TilePart,
 )
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -80,9 +81,8 @@ class FixedSplitKVTileScheduler(BalancedSplitKVTileScheduler):
             tile_n,
             requests,
             split_ranges,
-            key.tiles_per_split,
+            SplitRule(min_tiles=key.tiles_per_split, combine_tiles=combine_tiles),
             cluster,
-            combine_tiles,
             pair_row_tiles,
         )
         self.partials, self.tiles_per_split = partials, key.tiles_per_split
