@@ -31,13 +31,14 @@ class Fp8MlaConfig(MlaTileConfig):
     Attributes:
         scores_first: a warpgroup issues QK of its tile before PV of the other one's tile before it, so that PV runs
             during its softmax.
-        combine_many_rows: as in `MlaConfig`.
+        combine_many_rows, combine_by_tasks: as in `MlaConfig`.
         p_offset: as in `Fp8Config`.
     """
 
     dequant_stages: int = 3
     scores_first: bool = False
     combine_many_rows: bool = False
+    combine_by_tasks: bool = False
     p_offset: float = 8.0
 
     @property
