@@ -289,7 +289,7 @@ def scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
     target = from_arch("sm_100a")
     for config in scaled_configs.fitting(spec, target.smem_bytes):
         key = scaled_host.key_of(spec, config, spec.column_major)
-        yield Made(config, partial(scaled_host.build, scaled_configs.kernel(spec, config), key, target))
+        yield Made(config, partial(scaled_host.build, scaled_configs.kernel(key), key, target))
 
 
 def sm90_scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
@@ -300,7 +300,7 @@ def sm90_scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
     target = from_arch("sm_90a")
     for config in scaled_configs.fitting(spec, target.smem_bytes):
         key = scaled_host.key_of(spec, config, spec.column_major)
-        yield Made(config, partial(scaled_host.build, scaled_configs.kernel(spec, config), key, target))
+        yield Made(config, partial(scaled_host.build, scaled_configs.kernel(key), key, target))
 
 
 def experts_subjects() -> Iterator[Subject]:

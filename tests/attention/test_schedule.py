@@ -453,10 +453,15 @@ ROW_GROUP_MISTAKES = (
 )
 
 
+def use_spoilt(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernel of these tests use a scheduler with a mistake."""
+    scheduler = spoilt(mistake, folder).BalancedSplitKVTileScheduler
+    monkeypatch.setattr(schedule_kernels, "BalancedSplitKVTileScheduler", scheduler)
+
+
 @pytest.mark.parametrize("mistake", ROW_GROUP_MISTAKES, ids=lambda mistake: mistake.id)
 def test_mistakes_in_row_groups(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = spoilt(mistake, tmp_path).BalancedSplitKVTileScheduler
-    monkeypatch.setattr(schedule_kernels, "BalancedSplitKVTileScheduler", scheduler)
+    use_spoilt(mistake, tmp_path, monkeypatch)
     with pytest.raises((EmulatorError, AssertionError)):
         assert_row_groups("mistaken", 4, 12)
 
@@ -492,8 +497,7 @@ KEPT_MISTAKES = (
 
 @pytest.mark.parametrize("mistake", KEPT_MISTAKES, ids=lambda mistake: mistake.id)
 def test_mistakes_in_kept_lengths(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = spoilt(mistake, tmp_path).BalancedSplitKVTileScheduler
-    monkeypatch.setattr(schedule_kernels, "BalancedSplitKVTileScheduler", scheduler)
+    use_spoilt(mistake, tmp_path, monkeypatch)
     with pytest.raises((EmulatorError, AssertionError)):
         assert_kept("decodes", 4, 5)
 

@@ -89,7 +89,7 @@ def run(one: ScaledEmulated, schedule: str, seed: int = 0, kernel: Any = None) -
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True):
         key = host.key_of(spec, one.config, spec.column_major)
-        function = host.build(kernel or scaled_configs.kernel(spec, one.config), key, from_arch(ARCH))
+        function = host.build(kernel or scaled_configs.kernel(key), key, from_arch(ARCH))
         if one.beside:
             assert case.out_kind is not None
             second = quantising.build(case.out_kind, from_arch(ARCH))

@@ -137,11 +137,8 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     operands = ScaledOperands(*matrices, given.bias, out, out_scale, alpha, out_global)
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
-        function = scaled_host.build(
-            scaled_configs.kernel(spec, one.config),
-            scaled_host.key_of(spec, one.config, spec.column_major),
-            from_arch("sm_100a"),
-        )
+        key = scaled_host.key_of(spec, one.config, spec.column_major)
+        function = scaled_host.build(scaled_configs.kernel(key), key, from_arch("sm_100a"))
         scaled_host.run(function, one.config, operands, one.sms, workspace)
     if spec.out is not None and spec.out.swizzled:
         assert out_scale is not None

@@ -81,7 +81,7 @@ def test_mistake_is_found(case: str, mistake: Mistake, tmp_path: Path, monkeypat
             monkeypatch.setattr(scaled_gemm.ScaledGemm, name, getattr(module.ScaledGemm, name))
     else:
         spoilt_class = getattr(module, CLASSES[mistake.module])
-        monkeypatch.setattr(scaled_configs, "kernel", lambda spec, config: spoilt_class)
+        monkeypatch.setattr(scaled_configs, "kernel", lambda key: spoilt_class)
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         run(BY_ID[case])
     assert not isinstance(raised.value, HostError), "it ran"

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
+from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm100.configs import GEMMS, BlockScaledConfig, GemmConfig, PromotedConfig
 from dsl_backend.quant.format import MXFP8, NVFP4, TENSOR_SCALED
 
@@ -53,11 +54,11 @@ def tiles_of(spec: ScaledGemmSpec) -> tuple[GemmConfig, ...]:
     return PROMOTED_GEMMS if spec.x.blocked else GEMMS
 
 
-def kernel(spec: ScaledGemmSpec, config: GemmConfig) -> Any:
-    """The class of a problem's kernel. Imports CuTe DSL."""
+def kernel(key: ScaledKey[Any]) -> Any:
+    """The class of a key's kernel. Imports CuTe DSL."""
     module, name = "scaled_gemm", "ScaledGemm"
-    if spec.x.blocked:
+    if key.x.blocked:
         module, name = "promoted_gemm", "PromotedGemm"
-    if spec.x.swizzled:
+    if key.x.swizzled:
         module, name = "block_scaled_gemm", "BlockScaledGemm"
     return getattr(import_module(f"dsl_backend.gemm.sm100.{module}"), name)

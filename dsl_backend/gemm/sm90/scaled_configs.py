@@ -10,6 +10,7 @@ import torch
 from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.cost import COSTS, GEMM, Costs
 from dsl_backend.gemm.scaled import ScaledGemmSpec
+from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, GemmConfig, SmallMConfig
 from dsl_backend.gemm.tiles import ALIGNMENT_BYTES
 from dsl_backend.quant.format import GROUP, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
@@ -315,9 +316,9 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
     return min((tiles.objections(spec, smem_bytes) for tiles in tiles_of(spec)), key=len)
 
 
-def kernel(spec: ScaledGemmSpec, config: ScaledConfig) -> Any:
-    """The class of a configuration's kernel. Imports CuTe DSL."""
+def kernel(key: ScaledKey[Any]) -> Any:
+    """The class of a key's kernel. Imports CuTe DSL."""
     module, name = "scaled_gemm", "ScaledGemm"
-    if isinstance(config, ScaledSmallMConfig):
+    if isinstance(key.config, ScaledSmallMConfig):
         module, name = "scaled_small_m", "ScaledSmallMGemm"
     return getattr(import_module(f"dsl_backend.gemm.sm90.{module}"), name)

@@ -90,24 +90,22 @@ def chosen(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
     return min(timed, key=lambda choice: estimated_us(choice, rows, target))
 
 
+def build_products(key: ScaledKey[Config], target: Target) -> Function:
+    """The compiled GEMM of a key."""
+    arch = sm100 if target.tcgen05 else sm90
+    return build(arch.kernel(key), key, target)
+
+
 @lru_cache(maxsize=1 << 16)
 def functions(
     spec: ScaledLinearSpec, choice: Choice, target: Target, libraries: str
 ) -> tuple[Function, Function | None]:
     """Of the products, and of the quantisation where it is a launch of its own; kept by what they are linked with."""
-    arch = sm100 if target.tcgen05 else sm90
-    kernel, key = arch.kernel(choice.spec, choice.config), key_of(choice.spec, choice.config, spec.column_major)
     second = None
     if choice.spec.wide:
         assert spec.out is not None
         second = quantising.build(spec.out, target)
-    return build(kernel, key, target), second
-
-
-def build_products(key: ScaledKey[Config], target: Target) -> Function:
-    """The compiled GEMM of a key."""
-    arch = sm100 if target.tcgen05 else sm90
-    return build(arch.kernel(None, key.config), key, target)
+    return build_products(key_of(choice.spec, choice.config, spec.column_major), target), second
 
 
 def precompile_spec(choice: Choice, target: Target) -> PrecompileSpec:
