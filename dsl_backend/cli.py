@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 import dsl_backend
 
@@ -21,8 +22,21 @@ WRONG_USE = 2
 # The exit status that shells give a program which Ctrl-C ended.
 INTERRUPTED = 130
 
+
+class Interruptible(typer.core.TyperGroup):
+    """Says in one line that Ctrl-C ended a subcommand, also while it still imports. Typer's own handler says nothing."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            typer.echo(f"dsl-backend: interrupted{f': {error}' if str(error) else ''}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
     name="dsl-backend",
+    cls=Interruptible,
     help="Kernels for vLLM's attention: what serves here, and how fast.",
     no_args_is_help=True,
     add_completion=False,
@@ -289,16 +303,13 @@ def cache_verify(json: Annotated[bool, typer.Option("--json", help="One JSON obj
 
 
 def attempt(command: Callable[[], int]) -> NoReturn:
-    """Exit with the command's status, with that of a wrong use, or with that of Ctrl-C."""
+    """Exit with the command's status, or with that of a wrong use."""
     from dsl_backend.errors import InvalidInput
 
     try:
         status = command()
     except InvalidInput as error:
         refuse(str(error))
-    except KeyboardInterrupt as error:
-        typer.echo(f"dsl-backend: interrupted{f': {error}' if str(error) else ''}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
     raise typer.Exit(status)
 
 

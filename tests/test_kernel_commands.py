@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dsl-backend compile` says what it does not compile, and ends in one line; `cache list` has a line an entry."""
 
+import contextlib
+import importlib.abc
 import json
 import os
 import signal
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import dsl_backend
 from dsl_backend import cli
 from dsl_backend.families import NAMES
 from dsl_backend.runtime import cache, compile_process, precompile, toolkit
@@ -162,8 +165,9 @@ class TestInterrupted:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         deadline = time.monotonic() + 120
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while not children.read_text().split() and time.monotonic() < deadline:
+        # Imports start processes too.
+        while not any("compile_process" in command for command in children_of(process.pid)):
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         # As a terminal does it: to all of the group.
         os.killpg(process.pid, signal.SIGINT)
@@ -172,6 +176,30 @@ class TestInterrupted:
         assert out == ""
         assert error.startswith("dsl-backend: interrupted: 0 of ")
         assert error.count("\n") == 1
+
+    def test_before_the_command_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A subcommand imports for seconds; its line comes then too."""
+
+        class Imports(importlib.abc.MetaPathFinder):
+            def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+                if fullname == "dsl_backend.kernel_commands":
+                    raise KeyboardInterrupt
+
+        monkeypatch.delitem(sys.modules, "dsl_backend.kernel_commands", raising=False)
+        monkeypatch.delattr(dsl_backend, "kernel_commands", raising=False)
+        monkeypatch.setattr(sys, "meta_path", [Imports(), *sys.meta_path])
+        done = invoke("cache", "list")
+        assert done.exit_code == 130
+        assert done.stderr == "dsl-backend: interrupted\n"
+
+
+def children_of(pid: int) -> list[str]:
+    """The command lines of the processes that a main thread started."""
+    found = []
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            found.append(Path(f"/proc/{child}/cmdline").read_text())
+    return found
 
 
 def test_a_line_for_an_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
