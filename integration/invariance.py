@@ -1,31 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch invariance as it is served: bitwise the same log-probabilities of one request, whatever surrounds it.
 
-    python -m integration.invariance [--graphs] [--backend BACKEND] [MODEL ...]
+    python -m integration.invariance [--graphs | --modules] [--backend BACKEND] [--config JSON] [MODEL ...]
 
 It runs small random-normal models with VLLM_BATCH_INVARIANT=1 and compares one request in several situations with the
 same request alone, whose prompt is one chunk. On a GPU vLLM makes everything but attention invariant. On a CPU it does
-not: there products are computed row by row.
+not: there products are computed row by row. `--modules` names the first module whose output has other bits.
 """
 
 import argparse
+import itertools
+import json
 import random
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration import models, offline
+from integration import models, module_bits, offline
 from integration.environment import device
 from integration.models import MODELS, VOCABULARY, Model
 from integration.offline import Answer, Job, Outcome
 
 CHECKED = ("llama", "deepseek_v2")
 OTHERS = 63
+END_OF_LOG = 3000  # characters
 THIS = f"integration.{Path(__file__).stem}"  # not __name__, which is __main__ for the command
 
 
@@ -233,29 +236,55 @@ def splits_follow_the_batch() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=list(CHECKED), metavar="MODEL", help=f"default: {CHECKED}")
-    parser.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs")
-    parser.add_argument("--kernel", help="the option attention_kernel")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--graphs", action="store_true", help="with torch.compile and CUDA graphs")
+    how.add_argument("--modules", action="store_true", help="name the first module whose output has other bits")
+    parser.add_argument("--config", type=json.loads, default={}, metavar="JSON", help='options, {"norms": "vllm"}')
     parser.add_argument("--backend", default="dsl", help="another one shows what vLLM's own layers do (default: dsl)")
     options = parser.parse_args()
-    keys, jobs = [], []
+    keys: list[tuple[str, Situation]] = []
+    jobs: list[Job] = []
     engine: dict[str, Any] = {"enforce_eager": False} if options.graphs else {}
-    engine |= {"additional_config": {"dsl": {"attention_kernel": options.kernel}}} if options.kernel else {}
-    with tempfile.TemporaryDirectory() as folder:
+    engine |= {"additional_config": {"dsl": options.config}} if options.config else {}
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
         for name in options.models:
-            path = models.write(model(name), Path(folder) / name)
+            path = models.write(model(name), folder / name)
             for situation in situations():
                 keys.append((name, situation))
-                jobs.append(job(path, situation, engine=engine, backend=options.backend))
+                patches = (f"{module_bits.__name__}:{module_bits.record.__name__}",) if options.modules else ()
+                one = job(path, situation, patches, engine=engine, backend=options.backend)
+                file = folder / f"{len(jobs)}.pt"
+                jobs.append(replace(one, environment={module_bits.FILE_VARIABLE: str(file)}))
         outcomes = run(jobs)
-    failed = 0
-    alone: dict[str, Answer] = {}
-    for (name, situation), outcome in zip(keys, outcomes, strict=True):
+        failed = sum(
+            not reported(name, situations_of, options.modules)
+            for name, situations_of in itertools.groupby(zip(keys, jobs, outcomes, strict=True), lambda one: one[0][0])
+        )
+    return 1 if failed else 0
+
+
+def reported(name: str, ran: Iterable[tuple[tuple[str, Situation], Job, Outcome]], modules: bool) -> bool:
+    """Print what a model's situations have in common with the first one; whether all of them ran and are the same."""
+    (_, alone_job, alone), *others = ran
+    if alone.given is None:
+        print(f"{name}, alone: the engine failed:\n{alone.log[-END_OF_LOG:]}")
+        return False
+    same = True
+    for (_, situation), one, outcome in others:
+        if outcome.given is None:
+            print(f"{name}, {situation.id}: the engine failed:\n{outcome.log[-END_OF_LOG:]}")
+            same = False
+            continue
         answer = outcome.answers[0]
-        found = difference(answer, alone.setdefault(name, answer))
-        failed += found is not None
+        found = difference(answer, alone.answers[0])
+        same = same and found is None
         compared = f"{len(answer.prompt_logprobs)} prompt tokens, {len(answer.tokens)} generated"
         print(f"{name}, {situation.id} ({answer.cached_tokens} tokens cached; {compared}): {found or 'the same bits'}")
-    return 1 if failed else 0
+        if modules:
+            recorded = (module_bits.load(Path(job.environment[module_bits.FILE_VARIABLE])) for job in (one, alone_job))
+            print(f"    {module_bits.first_difference(*recorded)}")
+    return same
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant mode as it is served: the same bits in every situation, and mistakes that must be seen."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from integration import invariance
+from integration import invariance, module_bits
 from integration.conftest import Checkpoint, parameters
 from integration.environment import device
 from integration.invariance import Situation, difference, situations
-from integration.offline import Outcome
+from integration.offline import Job, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +35,8 @@ ALONE, *OTHERS = situations()
 MISTAKE = f"{invariance.THIS}:{invariance.splits_follow_the_batch.__name__}"
 # What vLLM logs for MLA on a CPU without AMX: prompts are processed whole there.
 WHOLE_PROMPTS = "forcing chunked prefill and prefix caching to be disabled"
-Key = tuple[str, str, str]
+RECORD = f"{module_bits.__name__}:{module_bits.record.__name__}"
+Results = dict[tuple[str, str, str], tuple[Job, Outcome]]
 
 
 def kinds() -> list[tuple[str, Setting]]:
@@ -43,29 +46,34 @@ def kinds() -> list[tuple[str, Setting]]:
 
 
 @pytest.fixture(scope="module")
-def results(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> dict[Key, Outcome]:
-    """The outcomes that the selected tests need, by model, setting or "mistake", and situation."""
+def results(
+    checkpoint: Checkpoint, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Results:
+    """The jobs and outcomes that the selected tests need, by model, setting or "mistake", and situation."""
     jobs = {}
     for chosen in parameters(request):
         name = chosen.get("name", "llama")
         folder = checkpoint(f"{name}-invariance", invariance.model(name))
         if "setting" not in chosen:
             for situation in situations()[:2]:
-                jobs[name, "mistake", situation.id] = invariance.job(folder, situation, [MISTAKE])
+                one = invariance.job(folder, situation, [MISTAKE, RECORD])
+                file = str(tmp_path_factory.mktemp("modules") / "bits.pt")
+                jobs[name, "mistake", situation.id] = replace(one, environment={module_bits.FILE_VARIABLE: file})
             continue
         setting = chosen["setting"]
         for situation in (ALONE, chosen["situation"]):
             jobs[name, setting.id, situation.id] = invariance.job(folder, situation, engine=setting.engine)
-    return dict(zip(jobs, invariance.run(list(jobs.values())), strict=True))
+    outcomes = invariance.run(list(jobs.values()))
+    return {key: (one, outcome) for (key, one), outcome in zip(jobs.items(), outcomes, strict=True)}
 
 
 @pytest.mark.parametrize("situation", OTHERS, ids=lambda situation: situation.id)
 @pytest.mark.parametrize(
     ("name", "setting"), [pytest.param(name, setting, id=f"{name}-{setting.id}") for name, setting in kinds()]
 )
-def test_same_bits(results: dict[Key, Outcome], name: str, setting: Setting, situation: Situation) -> None:
-    alone = results[name, setting.id, ALONE.id].answers[0]
-    outcome = results[name, setting.id, situation.id]
+def test_same_bits(results: Results, name: str, setting: Setting, situation: Situation) -> None:
+    alone = results[name, setting.id, ALONE.id][1].answers[0]
+    _, outcome = results[name, setting.id, situation.id]
     if (situation.cached or situation.chunk != ALONE.chunk) and WHOLE_PROMPTS in outcome.log:
         pytest.skip("vLLM neither caches nor chunks the prompts of MLA on a CPU without AMX")
     answer = outcome.answers[0]
@@ -76,6 +84,16 @@ def test_same_bits(results: dict[Key, Outcome], name: str, setting: Setting, sit
     assert difference(answer, alone) is None
 
 
-def test_splits_that_follow_the_batch_are_seen(results: dict[Key, Outcome]) -> None:
-    alone, batched = (results["llama", "mistake", situation.id].answers[0] for situation in situations()[:2])
-    assert difference(batched, alone) is not None
+def test_splits_that_follow_the_batch_are_seen(results: Results) -> None:
+    (alone_job, alone), (batched_job, batched) = (results["llama", "mistake", one.id] for one in situations()[:2])
+    assert difference(batched.answers[0], alone.answers[0]) is not None
+    recorded = [module_bits.load(Path(job.environment[module_bits.FILE_VARIABLE])) for job in (batched_job, alone_job)]
+    assert module_bits.first_difference(*recorded).startswith("model.layers.0.self_attn.attn: ")
+    assert module_bits.first_difference(recorded[0], recorded[0]).startswith("no module")
+
+
+def test_hashes_see_bits() -> None:
+    rows = torch.tensor([[1.0, 2.0, 0.0], [2.0, 1.0, 0.0], [1.0, 2.0, -0.0], [1.0, 2.0, 0.0]])
+    first, swapped, negative_zero, same = module_bits.hashes(rows).tolist()
+    assert first == same
+    assert len({first, swapped, negative_zero}) == 3
