@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 class Interruptible(typer.core.TyperGroup):
-    """Says in one line that Ctrl-C ended a subcommand, also while it still imports. Typer's own handler says nothing."""
+    """Says in one line that Ctrl-C ended a subcommand, also one that still imports. Typer itself says nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

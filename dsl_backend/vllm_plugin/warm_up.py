@@ -14,7 +14,6 @@ from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.linear.spec import LinearSpec
-from dsl_backend.linear.tuned import MOST_ROWS
 from dsl_backend.log import logger
 from dsl_backend.norm import precompile as norm_precompile
 from dsl_backend.runtime import family as families
@@ -26,6 +25,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 from dsl_backend.vllm_plugin.norms.serve import served_specs as norm_specs
+from dsl_backend.vllm_plugin.projections.serve import most_rows
 from dsl_backend.vllm_plugin.projections.serve import served_specs as projection_specs
 from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
 
@@ -63,7 +63,8 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         if target.is_cpu:
             return []
         layers = [unit for spec in fused_specs() for unit in linear_units(spec, target)]
-        layers += [unit for spec in projection_specs() for unit in linear_units(spec, target, MOST_ROWS)]
+        for spec in projection_specs():
+            layers += linear_units(spec, target, most_rows(spec.batch_invariant))
         layers += [unit for spec in norm_specs() for unit in norm_precompile.precompile_specs_of(spec, target)]
         layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
         wanted = [one.name for one in families.load_all() if one.warm_up]

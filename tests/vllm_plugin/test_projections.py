@@ -213,8 +213,40 @@ def test_engines_that_are_left_alone(served: Any, changes: Any, says: str) -> No
 
 def test_batch_invariance_leaves_all_to_vllm(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "is_batch_invariant", lambda: True)
-    (line,) = served(Attention())
+    (line,) = served(Attention(), additional_config={})
     assert "VLLM_BATCH_INVARIANT" in line
+    assert """'{"dsl": {"projections": "dsl"}}' has dsl serve them""" in line
+    model = Attention()
+    lines = served(model)
+    assert not any(is_served(layer) for layer in model.children())
+    assert all("torch sums in an order that depends on the number of rows" in line for line in lines)
+
+
+def test_batch_invariance_asks_for_one_kernel_for_any_number_of_rows(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "is_batch_invariant", lambda: True)
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: TARGET)
+    begun: list[Any] = []
+    monkeypatch.setattr(ahead, "begin", lambda config, units, beside: begun.extend(units(TARGET)))
+    model = Attention()
+    lines = served(model)
+    assert all(is_served(layer) for layer in model.children())
+    assert all(", for all rows on sm_90a" in line for line in lines), lines
+    specs = serve.served_specs()
+    assert all(spec.batch_invariant for spec in specs)
+    assert len(begun) == len(specs), "one kernel for each"
+    asked: list[Any] = []
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: Any, **options: Any) -> torch.Tensor:
+        asked.append((len(x), options["batch_invariant"]))
+        return nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(method.api, "linear", product)
+    monkeypatch.setattr(method, "spare_sms", lambda device, target: 0)
+    for rows in (1, MOST_ROWS + 1, 300):
+        assert model.o_proj(x_of(rows))[0].shape == (rows, K)
+    assert asked == [(1, True), (MOST_ROWS + 1, True), (300, True)]
 
 
 def test_another_backend_is_left_alone(served: Any) -> None:

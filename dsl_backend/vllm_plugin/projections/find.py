@@ -20,12 +20,16 @@ from dsl_backend.vllm_plugin.options import ServedBy
 def reasons_against_engine(vllm_config: Any) -> str:
     """Why no projection of an engine is served, whatever its model; empty where nothing is against it."""
     reasons = [sequence_parallelism(vllm_config)]
-    if options.of(vllm_config).projections is ServedBy.VLLM:
+    served_by = options.of(vllm_config).projections
+    if served_by is ServedBy.VLLM:
         reasons.append("additional_config['dsl']['projections'] is vllm")
     if vllm_config.lora_config is not None:
         reasons.append("LoRA (lora_config) adds to what a projection returns")
-    if compat.is_batch_invariant():
-        reasons.append("batch invariance (VLLM_BATCH_INVARIANT) asks for one order of sums for any number of rows")
+    if compat.is_batch_invariant() and served_by is ServedBy.MEASURED:
+        reasons.append(
+            "batch invariance (VLLM_BATCH_INVARIANT) asks for one kernel for any number of rows: "
+            """--additional-config '{"dsl": {"projections": "dsl"}}' has dsl serve them"""
+        )
     reasons.append(linear_backend(vllm_config))
     return "; ".join(filter(None, reasons))
 
@@ -107,4 +111,11 @@ def spec_of(layer: Any) -> LinearSpec:
     n, k = layer.weight.shape
     # A layer with skip_bias_add hands its bias to the model instead.
     bias = getattr(layer, "bias", None) is not None and not getattr(layer, "skip_bias_add", False)
-    return LinearSpec(n=n, k=k, dtypes=Dtypes.of(layer.weight.dtype), bias=bias, vector=math.gcd(8, n, k))
+    return LinearSpec(
+        n=n,
+        k=k,
+        dtypes=Dtypes.of(layer.weight.dtype),
+        bias=bias,
+        batch_invariant=compat.is_batch_invariant(),
+        vector=math.gcd(8, n, k),
+    )

@@ -17,7 +17,7 @@ from dsl_backend.log import logger
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
-from dsl_backend.vllm_plugin import ahead, options
+from dsl_backend.vllm_plugin import ahead, compat, options
 from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.projections.find import judge, projections, reasons_against_engine
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
@@ -33,24 +33,25 @@ def serve_projections(model: nn.Module, vllm_config: Any) -> None:
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
     measured = options.of(vllm_config).projections is ServedBy.MEASURED
+    batch_invariant = compat.is_batch_invariant()
     served, left = serve_each(
         projections(model),
         lambda layer: against_engine or judge(layer, vllm_config, target),
-        lambda layer, _: replace(layer, measured),
+        lambda layer, _: replace(layer, measured, batch_invariant),
     )
     _served.append(served)
-    ahead.compile_linear(vllm_config, served.values(), most_rows=MOST_ROWS)
+    ahead.compile_linear(vllm_config, served.values(), most_rows=most_rows(batch_invariant))
     kinds = Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items())
     report(kinds, left, target, measured)
 
 
-def replace(layer: Any, measured: bool) -> None:
+def replace(layer: Any, measured: bool, batch_invariant: bool) -> None:
     """Replace the method of a layer."""
     from vllm.model_executor.layers.linear import LinearBase
 
     from dsl_backend.vllm_plugin.projections.method import EmbeddingMethod, LinearMethod
 
-    layer.quant_method = (LinearMethod if isinstance(layer, LinearBase) else EmbeddingMethod)(measured)
+    layer.quant_method = (LinearMethod if isinstance(layer, LinearBase) else EmbeddingMethod)(measured, batch_invariant)
 
 
 def report(kinds: Counter[tuple[str, LinearSpec]], left: Counter[str], target: Target, measured: bool) -> None:
@@ -59,10 +60,16 @@ def report(kinds: Counter[tuple[str, LinearSpec]], left: Counter[str], target: T
         by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
         found = tuned.faster(spec.n, spec.k, spec.dtypes.x, target) if measured else []
         rows = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in found) or f"1 to {MOST_ROWS}"
+        rows = "all" if spec.batch_invariant else rows
         logger.info(
             "dsl serves %d projections (%s), %s, for %s rows on %s: by %s", count, kind, spec, rows, target.arch, by
         )
     report_left("projections", left)
+
+
+def most_rows(batch_invariant: bool) -> int | None:
+    """How many rows this package's kernels multiply; None for any number."""
+    return None if batch_invariant else MOST_ROWS
 
 
 def compilation_key() -> str:
