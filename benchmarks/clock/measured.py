@@ -13,7 +13,8 @@ class Measured:
     """A row that was timed.
 
     Attributes:
-        operator: softmax, linear, decode, prefill, mla-decode or mla-prefill; of others flash, flash-mla or quack-gemm.
+        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-mla or
+            quack-gemm.
         row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
         microseconds: that the kernel took.
         samples: clusters that the clock simulates; 0: all, where CTAs wait for each other.
@@ -67,6 +68,13 @@ MEASURED = (
     Measured("mla-decode", "h16-b8-k8k-q1", 30.53, samples=2),
     Measured("mla-decode", "h128-b8-k8k-q1", 45.70, samples=2),
     Measured("mla-prefill", "h16-16x1k", 186.7),
+    # Rows with top-p alone read some of their logits once more, others not, so that one of them does not stand for all.
+    Measured("sampling", "none-16x151936", 9.9),
+    Measured("sampling", "none-64x151936", 15.9),
+    Measured("sampling", "none-256x151936", 41.0),
+    Measured("sampling", "k+p-16x151936", 12.9),
+    Measured("sampling", "k+p-64x151936", 20.9),
+    Measured("sampling", "k+p-256x151936", 48.2),
 )
 # One sequence length after the other of FlashAttention's benchmark: 32k tokens, heads of 2048 elements together. Causal
 # rows have CTAs of many lengths, so more of them are simulated. So have this package's kernels of the rows of MLA.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows' problems on the emulated chip: configurations that dispatch chooses for it, and tensors of zeros."""
+"""The rows' problems on the emulated chip: configurations that dispatch chooses for it, and tensors of zeros.
+
+Logits are normal.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -95,6 +98,23 @@ def product(problem: Any, target: Target) -> Run:
     return run
 
 
+def sampling(row: str, target: Target) -> Run:
+    """The sampler of a row. A row of zeros would take other paths than logits do."""
+    from dsl_backend.sampling.plan import SamplingPlan
+
+    from ..sampling import problems as logits_of
+    from ..sampling.rows import cases
+
+    problem = only(cases(), row)
+    (layer,) = logits_of.build(problem, 1, CPU, 0).layers
+
+    def run() -> None:
+        plan = SamplingPlan(problem.spec, target, problem.rows, CPU, "cute")
+        plan.kernel.launch(layer.logits, layer.parameters, plan.results)
+
+    return run
+
+
 def attention(cases: Callable[[], Any], row: str, target: Target) -> Run:
     problem = only(cases(), row)
     return attended(problem, problem.spec, target)
@@ -159,6 +179,7 @@ OURS: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
     {
         "softmax": softmax,
         "linear": linear,
+        "sampling": sampling,
         "decode": partial(attention, rows.decode_cases),
         "prefill": partial(attention, rows.prefill_cases),
         "mla-decode": partial(attention, rows.latent_cases),

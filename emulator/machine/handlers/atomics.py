@@ -50,8 +50,6 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
     assert source is not None
     bits = BITS[kind]
     values = read_items(runner, items(source), bits)
-    if runner.run.stand_for > 1 and claims(instr, values):
-        values = values * values.dtype.type(runner.run.stand_for)
     third = instr["c"] if "c" in instr.op.form.place else None
     others = None if third is None else read_items(runner, items(third), bits)
     size = values.dtype.itemsize * values.shape[1]
@@ -64,6 +62,8 @@ def execute_atomic(runner: Runner, instr: Instr) -> None:
                 touch_shared(runner, cta, *words_of(offsets, size), write=True, atomic=True)
                 update(cta.shared.bytes, offsets, lanes[some], op, kind, values, others, before, flushes=False)
         elif space == "global":
+            if runner.run.stand_for > 1 and claims(instr, values):
+                values = values * values.dtype.type(runner.run.stand_for)
             for region, some, offsets in touch_global(runner, addresses, size, write=True, atomic=True):
                 # The ISA: sums of f32 flush subnormal numbers in global memory, and keep them in shared memory.
                 update(region.bytes, offsets, lanes[some], op, kind, values, others, before, flushes=kind == "f32")

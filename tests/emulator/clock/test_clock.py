@@ -106,6 +106,25 @@ def test_all_clusters_or_some_of_them_take_the_same_time():
     assert every == pytest.approx(some, rel=0.02)
 
 
+COUNTERS = """
+ld.param.b64 %rd0, [p0];
+atom.global.add.u32 %r0, [%rd0], 1;
+mov.u32 %r1, shared;
+mov.u32 %r2, 0;
+st.shared.b32 [%r1], %r2;
+atom.shared.add.u32 %r3, [%r1], 1;
+atom.shared.add.u32 %r4, [%r1], 1;
+st.global.b32 [%rd0+4], %r4;
+"""
+
+
+def test_others_count_in_global_memory_alone():
+    """A cluster that stands for others finds that these have claimed work, and nobody in its own shared memory."""
+    counted = np.zeros(2, np.uint32)
+    clocked(COUNTERS, counted, grid=64, block=1, samples=1)
+    assert counted.tolist() == [64, 1]
+
+
 BARRIER = """
 mov.u32 %r0, shared;
 mov.u32 %r1, %tid.x;
