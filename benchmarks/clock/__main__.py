@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m benchmarks.clock`: the emulator's clock beside rows that a GPU was timed on.
 
-`--chip B200` takes kernels of others and the figures that they published.
+`--chip B200` takes kernels of others and the figures that they published. `--configs` has configurations of one kernel
+for some shapes, and says what the clock's choice costs.
 
 Simulating takes minutes a row; `--keep FOLDER` keeps what the warps did, so that another run with other constants
 (`--set hbm_efficiency=0.9`) takes seconds.
@@ -12,8 +13,10 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import emulator
@@ -22,9 +25,10 @@ from emulator.clock.chips import CHIPS
 from emulator.clock.constants import ChipClock
 from emulator.clock.machine import ClockMachine, LaunchTime, Recorded
 
+from .configs import Ranking, launches, timed
 from .measured import ROWS, UNTIMED, Measured
-from .peers import RUNS
-from .problems import run_of
+from .peers import RUNS, Run
+from .problems import run_of, target_of
 from .stand_in import PEERS, pretend
 
 
@@ -36,16 +40,30 @@ def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> l
     """
     ours = row.operator not in RUNS if ours is None else ours
     file = None if keep is None else keep / kept_name(row, ours)
+    chip = CHIPS[row.chip]
+
+    def prepared() -> Run:
+        if not ours:
+            pretend(f"{chip.arch}a", PEERS, chip.sms)
+        return run_of(row.operator, row.row, chip, ours=ours)
+
+    return simulated(prepared, chip, row.samples, file)
+
+
+def simulated(prepared: Callable[[], Run], chip: ChipClock, samples: int, file: Path | None) -> list[Recorded]:
+    """What launches did, simulated anew or read from a file that an earlier call wrote.
+
+    Args:
+        prepared: returns what launches on the active device.
+        samples: clusters of a grid that run.
+    """
     if file is not None and file.exists():
         kept: list[Recorded] = pickle.loads(file.read_bytes())
         return kept
-    chip = CHIPS[row.chip]
     arch = f"{chip.arch}a"
-    if not ours:
-        pretend(arch, PEERS, chip.sms)
-    clock = ClockMachine(arch, chip.sms, chip=row.chip, samples=row.samples)
+    clock = ClockMachine(arch, chip.sms, chip=chip.name, samples=samples)
     with emulator.device(arch, sms=chip.sms, schedule="clock", machine=clock):
-        run_of(row.operator, row.row, chip, ours=ours)()
+        prepared()()
     found = [light(one) for one in clock.recorded]
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +127,31 @@ def beside(rows: Sequence[Measured], keep: Path | None, chip: ChipClock) -> Iter
         yield f"| {row.name} | {other:.1f} | {mine:.1f} | {mine / other:.2f} | {what} |"
 
 
+def configs(pattern: str, keep: Path | None, chip: ChipClock, *, kept: bool) -> Iterator[str]:
+    """Whether the clock chooses the configuration that the chip found fastest, for shapes whose names match."""
+    target = target_of(chip)
+    yield f"| shape | configurations | {chip.name}'s best | us | the clock's | its us | costs | ranks | error |"
+    yield "|---|---:|---|---:|---|---:|---:|---:|---:|"
+    found: list[Ranking] = []
+    for row, group in groupby(timed(), key=lambda one: one.row):
+        every = [one for one in group if not kept or (keep is not None and (keep / one.file).exists())]
+        if not every or not re.search(pattern, row):
+            continue
+        times = []
+        for one in every:
+            started = time.monotonic()
+            file = None if keep is None else keep / one.file
+            launched = simulated(partial(launches, one, target), chip, one.samples(target), file)
+            times.append(sum(launch.microseconds for launch in clocked(launched, chip)))
+            told = f"{one.microseconds:8.1f} us, {times[-1]:8.1f} by the clock"
+            print(f"{row:28} {one.name:32} {told}, {time.monotonic() - started:.0f} s", file=sys.stderr)
+        found.append(Ranking(row, [one.name for one in every], [one.microseconds for one in every], times))
+        yield str(found[-1])
+    if found:
+        costs = [one.cost for one in found]
+        yield f"| mean, worst of {len(found)} | | | | | | {sum(costs) / len(costs):.1%}, {max(costs):.1%} | | |"
+
+
 def spread(errors: Sequence[tuple[float, float]], which: int) -> str:
     found = [abs(one[which]) for one in errors]
     return f"{sum(found) / len(found):.0%}, {max(found):.0%}"
@@ -124,15 +167,21 @@ def main() -> int:
     parser.add_argument("--kept", action="store_true", help="only the rows that are in the folder of --keep")
     parser.add_argument("--beside", action="store_true", help="this package's kernels beside others' on the same clock")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another constant of the chip")
+    parser.add_argument("--configs", action="store_true", help="configurations of SM90's 8-bit GEMM for some shapes")
     asked = parser.parse_args()
+    values = {name: float(value) for name, value in (one.split("=") for one in asked.set)}
+    chip = CHIPS[asked.chip].with_values(**values)
+    if asked.configs:
+        for line in configs(asked.rows, asked.keep, chip, kept=asked.kept):
+            print(line, flush=True)
+        return 0
     every = ROWS + (UNTIMED if asked.beside else ())
     rows = [row for row in every if row.chip == asked.chip and re.search(asked.rows, row.name)]
     if asked.kept:
         wanted = (True, False) if asked.beside else (None,)
         rows = [row for row in rows if all((asked.keep / kept_name(row, ours)).exists() for ours in wanted)]
-    values = {name: float(value) for name, value in (one.split("=") for one in asked.set)}
     table = beside if asked.beside else lines
-    for line in table(rows, asked.keep, CHIPS[asked.chip].with_values(**values)):
+    for line in table(rows, asked.keep, chip):
         print(line, flush=True)
     return 0
 

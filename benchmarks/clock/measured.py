@@ -44,13 +44,13 @@ def published(operator: str, row: str, teraflops: float, source: str, samples: i
 
 
 MEASURED = (
-    Measured("softmax", "512x4096", 4.03),
-    Measured("softmax", "512x8192", 5.36, fitted=True),
-    Measured("softmax", "4096x8192", 34.00, fitted=True),
-    Measured("softmax", "2048x16384", 34.29),
-    Measured("softmax", "1024x32768", 34.30),
-    Measured("softmax", "32768x4096", 132.1),
-    Measured("softmax", "32768x32768", 1032.6),
+    Measured("softmax", "512x4096", 3.62),
+    Measured("softmax", "512x8192", 5.43, fitted=True),
+    Measured("softmax", "4096x8192", 33.80, fitted=True),
+    Measured("softmax", "2048x16384", 33.67),
+    Measured("softmax", "1024x32768", 34.36),
+    Measured("softmax", "32768x4096", 133.2),
+    Measured("softmax", "32768x32768", 1033.2),
     Measured("linear", "llama-8b-64", 58.21),
     Measured("linear", "llama-8b-256", 93.68, fitted=True),
     Measured("linear", "llama-8b-1024", 344.6),

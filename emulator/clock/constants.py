@@ -17,7 +17,6 @@ NAMES = (
     "lsu_queue",
     "l2_latency",
     "hbm_latency",
-    "tma_latency",
     "tma_issue",
     "port_bytes",
     "l2_bytes",
@@ -35,9 +34,13 @@ NAMES = (
     "tensor_move_latency",
     "commit_latency",
     "store_cost",
+    "distant_arrive",
 )
 # Not the replay's own: of instructions (tables.py) and of launches (grid.py).
-OF_TABLES = ("alu_latency", "fma_latency", "special_latency", "mma_latency", "special_rate", "matrix_flops")
+OF_TABLES = (
+    *("alu_latency", "fma_latency", "special_latency", "mma_latency", "special_rate", "matrix_flops"),
+    *("tma_latency", "bulk_latency", "async_store"),
+)
 OF_LAUNCHES = ("launch_us", "overlapped_us", "matrix_clock", "hbm_terabytes", "hbm_efficiency", "l2_terabytes")
 EVERY = frozenset((*NAMES, *OF_TABLES, *OF_LAUNCHES)) - {"hbm_bytes", "l2_bytes"}
 

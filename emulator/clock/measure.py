@@ -6,17 +6,52 @@ It needs NVIDIA's driver (libcuda) and nothing else. What it prints goes into a 
 
 import argparse
 import ctypes
+import struct
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from emulator.clock.chips import CHIPS
 from emulator.clock.constants import ChipClock
-from emulator.clock.micro import MICROS, STEPS, Micro
+from emulator.clock.micro import (
+    CHAIN_BYTES,
+    LAUNCH_MICROS,
+    MICROS,
+    SHARED_BYTES,
+    STEPS,
+    LaunchMicro,
+    Micro,
+    chain,
+)
 from emulator.errors import HostError
 
 CALLS = 5  # of each kernel: the fastest counts
-SHARED_BYTES, DATA_BYTES = 16384, 4096
+DATA_BYTES = CHAIN_BYTES
+MORE_THAN_L2 = 512 << 20  # bytes: written, they leave nothing else there
+LAUNCHES, LAUNCHED = 500, (128, 128)  # in a graph; their CTAs and threads
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+CLUSTER, PROGRAMMATIC = 4, 6  # CUlaunchAttributeID
+MOST_SHARED_BYTES = 8  # CUfunction_attribute
+THREAD_LOCAL = 1  # CUstreamCaptureMode
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: a number, and a union of 64 bytes that begins with what is set here."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    ]
 
 
 class Gpu:
@@ -40,7 +75,8 @@ class Gpu:
         self._call("cuDeviceGetName", name, len(name), device)
         self.name = name.value.decode()
         self.capability = tuple(self._attribute(which, device) for which in (CAPABILITY_MAJOR, CAPABILITY_MINOR))
-        self._out, self._data = self._memory(16), self._memory(DATA_BYTES)
+        self.arch = f"sm_{self.capability[0]}{self.capability[1]}a"
+        self._out, self._data, self._flushed = (self._memory(size) for size in (16, DATA_BYTES, MORE_THAN_L2))
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._cuda, function)(*arguments)
@@ -60,22 +96,81 @@ class Gpu:
 
     def cycles(self, micro: Micro, steps: int) -> int:
         """Cycles that the steps took by the SM's own clock, the fastest of some calls."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        arch = f"sm_{self.capability[0]}{self.capability[1]}a"
-        self._call("cuModuleLoadData", ctypes.byref(module), micro.text(steps, arch).encode())
-        self._call("cuModuleGetFunction", ctypes.byref(function), module, b"micro")
-        found = min(self._once(function, micro.threads) for _ in range(CALLS))
+        module, function = self._function(micro.text(steps, self.arch))
+        found = min(self._once(function, micro) for _ in range(CALLS))
         self._call("cuModuleUnload", module)
         return found
 
-    def _once(self, function: ctypes.c_void_p, threads: int) -> int:
-        arguments = (ctypes.c_void_p * 2)(ctypes.addressof(self._out), ctypes.addressof(self._data))
-        sides = (1, 1, 1, threads, 1, 1)
-        self._call("cuLaunchKernel", function, *map(ctypes.c_uint, sides), SHARED_BYTES, None, arguments, None)
+    def _function(self, text: str) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuModuleLoadData", ctypes.byref(module), text.encode())
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, b"micro")
+        self._call("cuFuncSetAttribute", function, MOST_SHARED_BYTES, SHARED_BYTES)
+        return module, function
+
+    def _once(self, function: ctypes.c_void_p, micro: Micro) -> int:
+        if micro.cold:
+            assert self._data.value is not None
+            words = struct.pack(f"<{CHAIN_BYTES // 8}Q", *chain(self._data.value))
+            self._call("cuMemcpyHtoD_v2", self._data, words, ctypes.c_size_t(len(words)))
+            self._call("cuMemsetD8_v2", self._flushed, ctypes.c_ubyte(0), ctypes.c_size_t(MORE_THAN_L2))
+        self._launch(function, (micro.ctas, micro.threads), None, {CLUSTER: (micro.ctas, 1, 1)})
         self._call("cuCtxSynchronize")
         took = ctypes.c_uint64()
         self._call("cuMemcpyDtoH_v2", ctypes.byref(took), self._out, ctypes.c_size_t(8))
         return took.value
+
+    def _launch(
+        self,
+        function: ctypes.c_void_p,
+        sides: tuple[int, int],
+        stream: ctypes.c_void_p | None,
+        given: dict[int, tuple[int, ...]],
+    ) -> None:
+        """So many CTAs of so many threads, with attributes by their numbers."""
+        arguments = (ctypes.c_void_p * 2)(ctypes.addressof(self._out), ctypes.addressof(self._data))
+        attributes = (LaunchAttribute * len(given))(
+            *(LaunchAttribute(name, 0, (ctypes.c_uint * 16)(*values)) for name, values in given.items())
+        )
+        (ctas, threads), three = sides, ctypes.c_uint * 3
+        config = LaunchConfig(three(ctas, 1, 1), three(threads, 1, 1), SHARED_BYTES, stream, attributes, len(given))
+        self._call("cuLaunchKernelEx", ctypes.byref(config), function, arguments, None)
+
+    def launch_us(self, micro: LaunchMicro) -> float:
+        """Microseconds of a launch in a graph of many: of twice as many less those of once as many."""
+        module, function = self._function(micro.text(self.arch))
+        found = [self._graph_us(function, micro, count) for count in (LAUNCHES, 2 * LAUNCHES)]
+        self._call("cuModuleUnload", module)
+        return (found[1] - found[0]) / LAUNCHES
+
+    def _graph_us(self, function: ctypes.c_void_p, micro: LaunchMicro, count: int) -> float:
+        stream, graph, runnable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+        given: dict[int, tuple[int, ...]] = {PROGRAMMATIC: (1,)} if micro.programmatic else {}
+        self._call("cuStreamCreate", ctypes.byref(stream), 0)
+        self._call("cuStreamBeginCapture_v2", stream, THREAD_LOCAL)
+        for _ in range(count):
+            self._launch(function, LAUNCHED, stream, given)
+        self._call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        self._call("cuGraphInstantiateWithFlags", ctypes.byref(runnable), graph, ctypes.c_ulonglong(0))
+        found = min(self._timed_us(stream, runnable) for _ in range(CALLS))
+        self._call("cuGraphExecDestroy", runnable)
+        self._call("cuGraphDestroy", graph)
+        self._call("cuStreamDestroy_v2", stream)
+        return found
+
+    def _timed_us(self, stream: ctypes.c_void_p, runnable: ctypes.c_void_p) -> float:
+        events = [ctypes.c_void_p(), ctypes.c_void_p()]
+        for event in events:
+            self._call("cuEventCreate", ctypes.byref(event), 0)
+        self._call("cuEventRecord", events[0], stream)
+        self._call("cuGraphLaunch", runnable, stream)
+        self._call("cuEventRecord", events[1], stream)
+        self._call("cuStreamSynchronize", stream)
+        milliseconds = ctypes.c_float()
+        self._call("cuEventElapsedTime", ctypes.byref(milliseconds), *events)
+        for event in events:
+            self._call("cuEventDestroy_v2", event)
+        return 1e3 * milliseconds.value
 
 
 def step_cycles(gpu: Gpu, micro: Micro) -> float:
@@ -83,14 +178,18 @@ def step_cycles(gpu: Gpu, micro: Micro) -> float:
     return (gpu.cycles(micro, 2 * STEPS) - gpu.cycles(micro, STEPS)) / STEPS
 
 
-def lines(gpu: Gpu, chip: ChipClock) -> list[str]:
-    found = [f"{gpu.name}; the clock's constants: {chip.name}"]
+def told(name: str, value: float, expected: float, unit: str, measures: str) -> str:
+    return f"{name:14} {value:8.2f} {unit}, {expected:8.2f} by the clock: {measures}"
+
+
+def lines(gpu: Gpu, chip: ChipClock) -> Iterator[str]:
+    """One for each micro-kernel."""
+    yield f"{gpu.name}; the clock's constants: {chip.name}"
     for micro in MICROS:
-        measured = step_cycles(gpu, micro)
-        found.append(
-            f"{micro.name:14} {measured:8.1f} cycles, {micro.expected(chip):8.1f} by the clock: {micro.measures}"
-        )
-    return found
+        if micro.arch in ("", gpu.arch):
+            yield told(micro.name, step_cycles(gpu, micro), micro.expected(chip), "cycles", micro.measures)
+    for one in LAUNCH_MICROS:
+        yield told(one.name, gpu.launch_us(one), one.expected(chip), "us", one.measures)
 
 
 def main() -> int:
@@ -98,7 +197,8 @@ def main() -> int:
     parser.add_argument("--chip", choices=tuple(CHIPS), default="H200", help="to compare with (default: %(default)s)")
     asked = parser.parse_args()
     try:
-        sys.stdout.write("\n".join(lines(Gpu(), CHIPS[asked.chip])) + "\n")
+        for line in lines(Gpu(), CHIPS[asked.chip]):
+            sys.stdout.write(f"{line}\n")
     except HostError as error:
         sys.stderr.write(f"{error}\n")
         return 2

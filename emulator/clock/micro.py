@@ -2,7 +2,8 @@
 """Micro-kernels: each takes a time that is a constant of the clock, or a sum of some, for every step more.
 
 A kernel of twice the steps is compared with one of once, so that nothing else counts. The same text runs on a chip
-(`measure.py`) and on the clock, which has to give back the constants that it was given (tests/emulator/clock).
+(`measure.py`) and on the clock, which has to give back the constants that it was given (tests/emulator/clock). What a
+launch takes is the time of many empty ones in a row.
 """
 
 import struct
@@ -34,13 +35,15 @@ TAIL = """
 add.s32 %r60, %r2, %r3;
 cvt.rzi.s32.f32 %r61, %f0;
 cvt.u32.u64 %r62, %rd5;
+mov.u32 %r63, %ctaid.x;
 add.s32 %r60, %r60, %r61;
 add.s32 %r60, %r60, %r62;
+add.s32 %r63, %r63, %r0;
 st.volatile.shared.u32 [%r1+8192], %r60;
 bar.sync 0;
 mov.u64 %rd3, %clock64;
 sub.s64 %rd4, %rd3, %rd2;
-setp.eq.u32 %p0, %r0, 0;
+setp.eq.u32 %p0, %r63, 0;
 @%p0 st.global.u64 [%rd0], %rd4;
 @%p0 st.global.u32 [%rd0+8], %r60;
 ret;
@@ -60,7 +63,7 @@ mov.f32 %f1, 0f3F000000;
 
 @dataclass(frozen=True)
 class Micro:
-    """A kernel of one CTA.
+    """A kernel of one cluster.
 
     Attributes:
         measures: the constants, in words.
@@ -68,7 +71,10 @@ class Micro:
         expected: cycles of a step by a chip's constants.
         before: runs once, in front of the steps.
         after: runs once, behind them: puts results that are in no register of `INIT` into %f0.
-        threads: of the CTA.
+        threads: of a CTA.
+        ctas: of the cluster.
+        arch: that alone has its instructions, such as sm_90a; any where it is empty.
+        cold: `data` is a chain of pointers as `chain` writes it, of which nothing is in L2.
     """
 
     name: str
@@ -78,11 +84,27 @@ class Micro:
     before: str = ""
     after: str = ""
     threads: int = 32
+    ctas: int = 1
+    arch: str = ""
+    cold: bool = False
 
     def text(self, steps: int, arch: str) -> str:
         """The PTX; steps of the same number are the same text."""
         body = "".join(self.step(number) for number in range(steps))
         return HEAD.format(arch=arch) + INIT + self.before + START + body + self.after + TAIL
+
+
+# Of a chain of pointers: other sectors, lines and pages of HBM, and few pages of the memory's tables.
+STRIDE = 4224
+CHAIN_BYTES = STRIDE * (2 * STEPS + 1)
+
+
+def chain(address: int) -> list[int]:
+    """The 8-byte words of a chain of pointers at an address: each STRIDE bytes begin with the address of the next."""
+    words = [0] * (CHAIN_BYTES // 8)
+    for place in range(0, len(words), STRIDE // 8):
+        words[place] = address + 8 * place + STRIDE
+    return words
 
 
 def _float(value: float) -> str:
@@ -116,6 +138,84 @@ W{n}:
 mbarrier.try_wait.parity.shared.b64 %p2, [%r1], {parity};
 @!%p2 bra W{n};
 """
+# Of the cluster's two CTAs each reads the other's shared memory: a word there has its own address.
+NEIGHBOUR = """
+mov.u32 %r50, %cluster_ctarank;
+xor.b32 %r51, %r50, 1;
+mapa.shared::cluster.u32 %r52, %r1, %r50;
+mapa.shared::cluster.u32 %r2, %r1, %r51;
+"""
+TOGETHER = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;\n"
+DISTANT_CHASE = f"{NEIGHBOUR}st.shared.u32 [%r1], %r52;\n{TOGETHER}"
+DISTANT_BARRIER = f"""{FIRST_BARRIER}{NEIGHBOUR}
+mov.u32 %r53, %r2;
+mov.u32 %r2, 0;
+or.b32 %r54, %r0, %r50;
+or.b32 %r55, %r0, %r51;
+setp.eq.u32 %p1, %r54, 0;
+setp.eq.u32 %p3, %r55, 0;
+{TOGETHER}"""
+# The first CTA arrives and waits, the second one waits and arrives.
+DISTANT_ROUND = """
+@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];
+W{n}:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r1], {parity};
+@!%p2 bra W{n};
+@%p3 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];
+"""
+# A warp of each CTA stores 512 bytes into the other one's memory in each step; at the end each waits for all of them.
+DISTANT_STORES = f"""{DISTANT_BARRIER}
+mad.lo.u32 %r56, %r0, 16, %r53;
+setp.eq.u32 %p1, %r0, 0;
+mov.u32 %r57, 0;
+mov.u32 %r58, 7;
+"""
+STORED = f"""
+@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], %r57;
+STORED:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r1], 0;
+@!%p2 bra STORED;
+{TOGETHER}"""
+STORED_BYTES, STORED_FROM = 512, 16384
+SHARED_BYTES = STORED_FROM + 2 * STEPS * STORED_BYTES  # of a CTA
+
+
+def _distant_store(number: int) -> str:
+    place = f"%r56+{STORED_FROM + STORED_BYTES * number}"
+    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+    values = "{%r58, %r58, %r58, %r58}"
+    return f"{store} [{place}], {values}, [%r53];\nadd.u32 %r57, %r57, {STORED_BYTES};\n"
+
+
+# Operands of zeros without a swizzle: rows of 16 bytes, the next 8 columns of k 128 bytes behind, the next 8 rows 256.
+OPERANDS = f"""
+mad.lo.u32 %r50, %r0, 32, %r1;
+mov.b32 %r51, 0;
+st.shared.v4.b32 [%r50], {{%r51, %r51, %r51, %r51}};
+st.shared.v4.b32 [%r50+16], {{%r51, %r51, %r51, %r51}};
+fence.proxy.async.shared::cta;
+shr.u32 %r52, %r1, 4;
+cvt.u64.u32 %rd8, %r52;
+or.b64 %rd8, %rd8, {128 >> 4 << 16 | 256 >> 4 << 32};
+setp.ne.b32 %p1, %r51, 1;
+""" + "".join(f"mov.f32 %f{8 + n}, %f1;\n" for n in range(32))
+
+
+def _products(count: int, columns: int) -> str:
+    """So many products of 64 x `columns` x 16, each added to the one before, and the wait for them."""
+    sums = ", ".join(f"%f{8 + n}" for n in range(columns // 2))
+    shape = f"m64n{columns}k16.f32.f16.f16"
+    one = f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, %rd8, %rd8, %p1, 1, 1, 0, 0;\n"
+    wait = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
+    return f"wgmma.fence.sync.aligned;\n{one * count}{wait}"
+
+
+def _products_cycles(columns: int, chip: ChipClock) -> float:
+    """Of a product's arithmetic or its operands from shared memory, as `tables.wgmma_cycles` has them."""
+    return max(2 * 64 * columns * 16 / chip["matrix_flops"], 2 * 16 * (64 + columns) / chip["shared_bytes"])
+
+
+SUM = "".join(f"add.f32 %f0, %f0, %f{8 + n};\n" for n in range(32))
 CHASE = "st.shared.u32 [%r1], %r1;\nmov.u32 %r2, %r1;\nbar.sync 0;\n"
 GLOBAL_CHASE = "st.global.u64 [%rd1], %rd1;\nmov.u64 %rd5, %rd1;\nbar.sync 0;\n"
 
@@ -145,8 +245,56 @@ MICROS = (
         lambda chip: chip["mbarrier_arrive"] + chip["mbarrier_wake"] + 2, before=FIRST_BARRIER,
     ),
     Micro(
-        "bulk-load", "tma_issue, l2_latency, tma_latency and mbarrier_wake, of 16 bytes", _phase(LOAD),
-        lambda chip: chip["tma_issue"] + chip["l2_latency"] + chip["tma_latency"] + chip["mbarrier_wake"] + 3,
+        "bulk-load", "tma_issue, l2_latency, bulk_latency and mbarrier_wake, of 16 bytes", _phase(LOAD),
+        lambda chip: chip["tma_issue"] + chip["l2_latency"] + chip["bulk_latency"] + chip["mbarrier_wake"] + 3,
         before=FIRST_BARRIER,
+    ),
+    Micro("hbm", "hbm_latency, and a wavefront and a sector", _same("ld.global.cg.u64 %rd5, [%rd5];"),
+          lambda chip: chip["hbm_latency"] + 1 + 32 / chip["port_bytes"], before="mov.u64 %rd5, %rd1;\n", cold=True),
+    Micro("distant", "distant_latency: loads from another SM's shared memory",
+          _same("ld.shared::cluster.u32 %r2, [%r2];"), lambda chip: chip["distant_latency"], before=DISTANT_CHASE,
+          after=TOGETHER, ctas=2),
+    Micro(
+        "distant-arrive", "twice distant_arrive and mbarrier_wake: there and back", _phase(DISTANT_ROUND),
+        lambda chip: 2 * (chip["distant_arrive"] + chip["mbarrier_wake"] + 2), before=DISTANT_BARRIER, after=TOGETHER,
+        ctas=2,
+    ),
+    Micro("distant-store", "512 divided by port_bytes: bytes into another SM's shared memory", _distant_store,
+          lambda chip: STORED_BYTES / chip["port_bytes"], before=DISTANT_STORES, after=STORED, ctas=2),
+    Micro("wgmma", "wgmma_latency, and a product of 64 x 8 x 16", _same(_products(1, 8)),
+          lambda chip: chip["wgmma_latency"] + _products_cycles(8, chip), before=OPERANDS, after=SUM, threads=128,
+          arch="sm_90a"),
+    Micro("wgmma-chain", "wgmma_latency, and four products of 64 x 64 x 16", _same(_products(4, 64)),
+          lambda chip: chip["wgmma_latency"] + 4 * _products_cycles(64, chip), before=OPERANDS, after=SUM, threads=128,
+          arch="sm_90a"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchMicro:
+    """Empty kernels, one behind the other in a graph.
+
+    Attributes:
+        measures: the constants, in words.
+        programmatic: each may begin before the one in front of it ended.
+        expected: microseconds of each by a chip's constants.
+    """
+
+    name: str
+    measures: str
+    programmatic: bool
+    expected: Callable[[ChipClock], float]
+
+    def text(self, arch: str) -> str:
+        """The PTX."""
+        head = HEAD.format(arch=arch)
+        return f"{head}griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\nret;\n}}\n"
+
+
+LAUNCH_MICROS = (
+    LaunchMicro("launch", "launch_us", False, lambda chip: chip["launch_us"]),
+    LaunchMicro(
+        "dependent", "launch_us less overlapped_us", True,
+        lambda chip: max(0.0, chip["launch_us"] - chip["overlapped_us"]),
     ),
 )  # fmt: skip

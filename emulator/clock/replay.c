@@ -344,7 +344,7 @@ static const Event *bulk_load(Sim *s, Warp *w, const Event *e, u64 t) {
     sm->copies = start + cycles;
     double done = e->a == -2 ? start + cycles + constant(s, C_DISTANT_LATENCY)
                              : global_memory(s, w->cta, start, e->a, (double)e->b, 0, e->index);
-    done += constant(s, C_TMA_LATENCY);
+    done += s->p->instrs[e->index].value;
     busy(s, w->cta, COPY_ENGINE, start, cycles, e->index);
     const Event *to = e;
     while (to->more) {
@@ -411,7 +411,8 @@ static u64 copies_so_far(const Groups *g) {
 
 static void arrive_mbarriers(Sim *s, Warp *w, const Event *e, u64 t) {
     for (;; e = next_event(w, e->index)) {
-        u64 when = t + (u64)constant(s, C_MBARRIER_ARRIVE);
+        int own = owner(w, e->a, s->p) == w->cta;
+        u64 when = t + (u64)constant(s, own ? C_MBARRIER_ARRIVE : C_DISTANT_ARRIVE);
         MBarrier *b = mbarrier_at(s, w, e->a);
         if (e->kind == E_CP_ARRIVE) {
             when = MAX(when, copies_so_far(&w->copies));

@@ -48,6 +48,16 @@ KINDS = {
     "exit": EXIT,
     "ret": EXIT,
 }
+# What is done behind a thread's back, and told by an mbarrier: what it takes longer than an ordinary access.
+COPIES = {
+    "cp.async.bulk.tensor#load": "tma_latency",
+    "cp.async.bulk#load": "bulk_latency",
+    "cp.async.bulk#cluster": "bulk_latency",
+    "cp.reduce.async.bulk#cluster": "bulk_latency",
+    "clusterlaunchcontrol.try_cancel": "tma_latency",
+    "st.async": "async_store",
+    "red.async": "async_store",
+}
 ACCESSES = frozenset(
     (Class.SHARED, Class.MATRIX, Class.GLOBAL, Class.ATOMIC, Class.MBARRIER, Class.CP_ASYNC, Class.LOCAL)
 )
@@ -92,6 +102,8 @@ def _describe(record: np.void, instr: Instr, chip: ChipClock) -> None:
     elif record["kind"] in (WGMMA_WAIT, BULK_WAIT, BULK_WAIT_READ, CP_WAIT):
         pending = instr["n"] if "n" in op.form.place else None
         record["value"] = pending.value if isinstance(pending, Imm) else EVERYTHING
+    elif instr.op.form.id in COPIES:
+        record["value"] = int(chip[COPIES[instr.op.form.id]])
 
 
 def _kind(instr: Instr, kind: Class) -> int:

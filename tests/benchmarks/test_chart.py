@@ -15,8 +15,8 @@ from benchmarks.report import microseconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
-# Of attention, with the rows of the page's tables; the other file is what `bench dsls` wrote.
-DATA = sorted(path for path in (ROOT / "docs/data").glob("*.jsonl") if not path.stem.endswith("-dsls"))
+# Of attention, with the rows of the page's tables; the others are of `bench dsls` and of one kernel's configurations.
+DATA = sorted(path for path in (ROOT / "docs/data").glob("*.jsonl") if not path.stem.endswith(("-dsls", "-configs")))
 
 
 def run_of(folder: Path, *rows: tuple[str, dict[str, float]]) -> Path:

@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from benchmarks.clock import __main__ as command
+from benchmarks.clock.configs import Ranking, launches, rank_correlation, timed
 from benchmarks.clock.measured import MEASURED, ROWS
 from benchmarks.clock.peers import flops
+from benchmarks.clock.problems import target_of
 from emulator.clock.chips import CHIPS
 from emulator.clock.machine import time_of
 
@@ -79,5 +81,57 @@ def test_rows_that_were_kept_are_not_simulated_again(tmp_path, capsys, monkeypat
     monkeypatch.setattr("sys.argv", ["clock", "--rows", "^softmax", "--keep", str(tmp_path), "--kept"])
     assert command.main() == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[2].startswith("| softmax 512x4096 | 4.03 |")
+    assert shown[2].startswith(f"| softmax 512x4096 | {row.microseconds} |")
     assert shown[3].startswith("| mean, worst of 1 held out |")
+
+
+TARGET = target_of(CHIPS[CHIP])
+CONFIGS = {(one.row, one.name): one for one in timed()}
+
+
+def test_every_timed_configuration_is_one_of_the_kernels():
+    assert len(CONFIGS) == len(timed())
+    for one in CONFIGS.values():
+        assert one.config.objections(one.spec, TARGET.smem_bytes) == []
+        assert 1 <= one.samples(TARGET) <= 8
+    rows = [row for row, _ in CONFIGS]
+    assert sum(rows.count(row) >= 8 for row in set(rows)) >= 8
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "samples"),
+    [
+        # 128 tiles for 132 CTAs; a cluster for each tile.
+        ("o-blocks-256", "128x64 p1 t1 c1", 1),
+        ("o-blocks-256", "128x128 p1 t1 c1 halves", 1),
+        # 384 tiles of 128 x 256 for 132: 120 CTAs have three, the others two.
+        ("qkv-blocks-2048", "128x256 p1 t2 c1", 2),
+    ],
+)
+def test_clusters_with_most_tiles_are_among_those_that_are_simulated(row, name, samples):
+    assert CONFIGS[row, name].samples(TARGET) == samples
+
+
+def test_a_choice_costs_what_it_takes_longer_on_the_chip():
+    ranking = Ranking("row", "abc", [10.0, 11.0, 20.0], [9.0, 8.0, 30.0])
+    assert ranking.cost == pytest.approx(0.1)
+    assert ranking.error == pytest.approx((0.1 + 3 / 11 + 0.5) / 3)
+    assert str(ranking).startswith("| row | 3 | a | 10.0 | b | 11.0 | 10.0% | 0.50 |")
+    assert rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+    assert rank_correlation([1, 2, 3], [5, 5, 5]) == 0
+    # Equal ones share a place.
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1)
+
+
+@pytest.mark.rest
+def test_configurations_that_differ_much_keep_their_order():
+    names = ("128x128 p1 t1 c1 halves", "128x64 p1 t1 c2", "128x128 p1 t2 c2 overlap")
+    some = [CONFIGS["o-blocks-256", name] for name in names]
+    assert some == sorted(some, key=lambda one: one.microseconds)
+    times = []
+    for one in some:
+        launched = command.simulated(lambda one=one: launches(one, TARGET), CHIPS[CHIP], one.samples(TARGET), None)
+        times.append(sum(time_of(launch, CHIPS[CHIP]).microseconds for launch in launched))
+    assert times == sorted(times)
+    assert all(abs(us / one.microseconds - 1) < 0.25 for us, one in zip(times, some, strict=True))

@@ -5,12 +5,25 @@
 - umma: github.com microbench-blackwell, `umma_throughput/tput_results_max.csv` and `umma_latency/fit_results.csv`.
 - tma: the same, `tma2d_lat_results.csv` and `compare_mem_throughput`.
 - as H100: no source for this chip; the H100's number stands here.
+- before: what stood for the H100 until it was measured: docs/emulator-clock.md's table was made with these numbers.
 """
 
 from emulator.clock.chips.h100 import HOPPER
 from emulator.clock.constants import ChipClock, Known
 
 BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, known in HOPPER.items()} | {
+    "alu_latency": Known(5, "before: assumed, 4 to 6 on chips since Volta; an H100 has 5"),
+    "fma_latency": Known(4, "before: assumed, 4 on chips since Volta; an H100 has 4"),
+    "special_latency": Known(23, "before: assumed; an H100 has 17"),
+    "shared_latency": Known(29, "before: HPMLL, 29 to 33 on an H800; an H100 has 22"),
+    "shuffle_latency": Known(23, "before: assumed; an H100 has 24"),
+    "l2_latency": Known(262, "before: HPMLL, 260 to 264 on an H800; an H100 has 298"),
+    "bulk_latency": Known(105, "before: tma_latency; an H100 has 12 less than nothing"),
+    "port_bytes": Known(64, "before: assumed; an H100 has 53"),
+    "async_store": Known(105, "before: tma_latency"),
+    "barrier": Known(20, "before: assumed; an H100 has 28"),
+    "mbarrier_wake": Known(25, "before: assumed; an H100 has 24"),
+    "distant_arrive": Known(20, "before: assumed to be mbarrier_arrive"),
     "matrix_flops": Known(8192, "umma: m128n256k16 every 128 cycles"),
     "hbm_latency": Known(1150, "tma: 1100 to 1200 by LDGSTS, all SMs loaded"),
     "tensor_move_bytes": Known(128, "assumed: 32 lanes of 4 bytes for each of an SM's four parts; no source was found"),

@@ -7,34 +7,39 @@ Sources by their short names:
 - guide: CUDA C++ Programming Guide, "Arithmetic Instructions", and "Shared Memory".
 - HPMLL: github.com/HPMLL/NVIDIA-Hopper-Benchmark, logs of an H800 PCIe at 1755 MHz.
 - derived: from other numbers, as the entry says.
-- assumed: no source was found; `python -m emulator.clock.measure` times it on a GPU.
+- measured: by a micro-kernel on an H100 SXM; docs/emulator-clock.md has all of its figures.
+- assumed: no source was found; `python -m emulator.clock.measure` times some of these on a GPU.
 - fitted: to rows of docs/performance.md that docs/emulator-clock.md names.
 """
 
 from emulator.clock.constants import ChipClock, Known
 
 ASSUMED = "assumed"
+MEASURED = "measured: python -m emulator.clock.measure on an H100 (2026-11-26, b38abec)"
 HOPPER = {
-    "alu_latency": Known(5, "assumed: 4 to 6 on chips since Volta"),
-    "fma_latency": Known(4, "assumed: 4 on chips since Volta"),
-    "special_latency": Known(23, "assumed: MUFU's result comes by the same way as a shuffle's"),
+    "alu_latency": Known(5, MEASURED),
+    "fma_latency": Known(4, MEASURED),
+    "special_latency": Known(17, MEASURED),
     "mma_latency": Known(33, "HPMLL: mma.sync m16n8k16"),
-    "special_rate": Known(16, "guide: 16 results a cycle"),
+    "special_rate": Known(16, "guide: 16 results a cycle; measured as well"),
     "matrix_flops": Known(4096, "data sheet: 989 TFLOP/s, 132 SMs, 1.83 GHz"),
     "branch": Known(8, ASSUMED),
-    "shared_latency": Known(29, "HPMLL: 29 to 33"),
-    "shuffle_latency": Known(23, "assumed: a little less than a load from shared memory"),
+    "shared_latency": Known(22, f"{MEASURED} (a step of 23 has a wavefront)"),
+    "shuffle_latency": Known(24, MEASURED),
     "lsu_queue": Known(32, "assumed: wavefronts that wait before a warp cannot issue another access"),
-    "l2_latency": Known(262, "HPMLL: 260 to 264"),
+    "l2_latency": Known(298, f"{MEASURED} (a step of 300 has a wavefront and a sector)"),
     "hbm_latency": Known(570, "HPMLL: 483 to 638, 570 by pointer chase"),
     "tma_latency": Known(105, "HPMLL: a load by TMA takes 105 longer than an ordinary one"),
+    "bulk_latency": Known(-12, f"{MEASURED} (333 cycles with tma_issue, an ordinary load and a wake; not by L1's way)"),
+    "async_store": Known(0, "assumed: st.async takes distant_latency, as it is no work of the copy engine's loads"),
     "tma_issue": Known(20, ASSUMED),
-    "port_bytes": Known(64, "assumed: 64 bytes a cycle from L2 into an SM"),
+    "port_bytes": Known(53, "52.73: dsl_backend/gemm/cost.py's fit to 16-bit GEMMs that an H100 timed"),
     "shared_bytes": Known(128, "guide: 32 banks of 4 bytes"),
-    "barrier": Known(20, ASSUMED),
+    "barrier": Known(28, f"{MEASURED}, 256 threads"),
     "cluster_barrier": Known(190, "derived: a round trip to another SM, HPMLL: 181 to 207"),
     "mbarrier_arrive": Known(20, "assumed: less than a load from shared memory"),
-    "mbarrier_wake": Known(25, "assumed: a load from shared memory, as try_wait is one"),
+    "mbarrier_wake": Known(24, f"{MEASURED}: 44 with an arrival; how much of it is the arrival's is assumed"),
+    "distant_arrive": Known(109, "derived: an arrival, and one way of distant_latency's two"),
     "wgmma_latency": Known(32, "assumed: about mma.sync's"),
     "store_latency": Known(500, "assumed: about a load from HBM, there and back"),
     "distant_latency": Known(200, "HPMLL: 181 within a TPC, 202 to 207 beyond"),
@@ -47,7 +52,9 @@ HOPPER = {
     "overlapped_us": Known(0.96, "pegainfer issue 569: what programmatic dependent launch recovers at most"),
     "matrix_clock": Known(0.78, "fitted: the clock's part that is left where tensor cores never rest"),
     "hbm_efficiency": Known(0.92, "fitted"),
-    "l2_terabytes": Known(9.0, "fitted: NVIDIA A100 whitepaper: 5120 bytes a cycle; taken to be the same here"),
+    "l2_terabytes": Known(
+        12.3, "derived, at least: 352 MB in 28.7 us by an 8-bit GEMM of docs/data/h200-scaled-configs.jsonl"
+    ),
 }
 H100 = ChipClock(
     "H100", "sm_90", sms=132, gigahertz=1.755, constants={**HOPPER, "hbm_terabytes": Known(3.35, "data sheet")}
