@@ -115,6 +115,10 @@ LAYERS = (
     Layer("linear", "geglu, bias, residual", {"activation": "geglu", "added": True, "every": 6}),
     Layer("linear", "geglu of tanh, float16", {"activation": "tanh", "dtype": "float16", "every": 6}),
     Layer("linear", "invariant", {"activation": "swiglu", "invariant": True}),
+    Layer("scaled", "blocks", {"every": 3}),
+    Layer("scaled", "blocks, swiglu, quantised", {"gated": True, "every": 3}, quick=True, archs=("sm_90a",)),
+    Layer("scaled", "channels", {"blocks": False, "every": 3}),
+    Layer("scaled", "channels, swiglu, quantised", {"blocks": False, "gated": True, "every": 5}),
     Layer("norm", "residual", {}),
     Layer("norm", "residual, e4m3, a scale for each row", {"scaling": "token"}, quick=True),
     Layer("norm", "odd short rows of float16, e4m3", {"dtype": "float16", "width": 1001, "scaling": "tensor"}),
@@ -248,6 +252,29 @@ class Package:
         configs = configs_of(spec, self.target) if invariant else fitting(spec, self.target)[::every]
         for config in configs:
             yield partial(host.build, host.key_of(spec, config), self.target)
+
+    def scaled(self, *, blocks: bool = True, gated: bool = False, every: int = 1) -> Iterator[Build]:
+        """Every so many of the tiles that fit a layer of e4m3, and the kernel that quantises beside them."""
+        from dsl_backend.gemm.activation import Swiglu
+        from dsl_backend.linear.scaled.cute.host import choices, precompile_spec
+        from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+        from dsl_backend.quant.cute import host as quantising
+        from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED
+
+        x = GROUP_SCALED if blocks else ROW_SCALED
+        spec = ScaledLinearSpec(
+            n=4096,
+            k=4096,
+            x=x,
+            weight=BLOCK_SCALED if blocks else ROW_SCALED,
+            activation=Swiglu() if gated else None,
+            out=x if gated else None,
+            column_major=blocks,
+        )
+        for choice in choices(spec, self.target)[::every]:
+            yield precompile_spec(choice, self.target).compile
+        if gated and not self.target.tcgen05:
+            yield partial(quantising.build, x, self.target)
 
     def norm(
         self, *, dtype: str = "bfloat16", width: int = 4096, scaling: str = "none", weight_offset: float = 0.0
