@@ -69,7 +69,12 @@ MISTAKES = (
     ),
     (
         "blocks",
-        Mistake("copied: the scale of the row above", scaled_gemm, "sScales[row + 8 * (i % 2) +", "sScales[row +"),
+        Mistake(
+            "copied: the scale of the row above",
+            scaled_gemm,
+            "sScales[place.row + 8 * (i % 2) +",
+            "sScales[place.row +",
+        ),
     ),
     (
         "blocks",
@@ -89,8 +94,8 @@ MISTAKES = (
         Mistake(
             "copied: a warp's scales are not awaited",
             scaled_gemm,
-            "warp_release(position, thread % WARP)",
-            "warp_release(position, thread)",
+            "warp_release(place.start + k_tile, place.thread % WARP)",
+            "warp_release(place.start + k_tile, place.thread)",
         ),
     ),
     (

@@ -9,7 +9,7 @@ tile, and neither waits for the other.
 
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import torch
@@ -56,6 +56,28 @@ class ScaledParams(GemmParams):
     tma_atom_x_scale: cute.CopyAtom = None
     rRows: cute.Tensor = None
     sScales: cute.Tensor = None
+
+
+class Place(NamedTuple):
+    """Where a consumer's thread is: its tile, the tile's stages, and scales of blocks.
+
+    Attributes:
+        sScales: x's scales of each stage.
+        of_lanes: the weights' scales of WARP blocks of k, one in each lane; at first those of the first WARP blocks.
+        start: the tile's first position in the pipeline.
+        row: the first of the thread's rows of the tile.
+        first_rows: of both boxes of weights.
+    """
+
+    params: ScaledParams
+    pipeline: Pipeline
+    sScales: cute.Tensor
+    of_lanes: cute.Tensor
+    start: cutlass.Int32
+    row: cutlass.Int32
+    first_rows: list
+    n_tile: cutlass.Int32
+    thread: cutlass.Int32
 
 
 def as_e4m3(stages: cute.Tensor) -> cute.Tensor:
@@ -259,38 +281,14 @@ class ScaledGemm(Gemm):
                 row = m_tile * self.tile_m + row_tile * self.consumer_m + self.thread_row(thread)
                 total.fill(0.0)
                 mine = self.scales_of_tile(params, row, n_tile, thread)
-                if cutlass.const_expr(self.overlap):
+                if cutlass.const_expr(self.overlap or self.copies_scales):
                     start, first_row = tile * k_tiles, row_tile * self.consumer_m + self.thread_row(thread)
-                    self.overlapped_mainloop(
-                        params,
-                        accs,
-                        total,
-                        tCrX,
-                        tCrW,
-                        pipeline,
-                        sScales,
-                        of_lanes,
-                        start,
-                        first_row,
-                        n_tile,
-                        thread,
-                    )
-                elif cutlass.const_expr(self.copies_scales):
-                    start, first_row = tile * k_tiles, row_tile * self.consumer_m + self.thread_row(thread)
-                    self.mainloop_of_copied(
-                        params,
-                        acc,
-                        total,
-                        tCrX,
-                        tCrW,
-                        pipeline,
-                        sScales,
-                        of_lanes,
-                        start,
-                        first_row,
-                        n_tile,
-                        thread,
-                    )
+                    first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
+                    place = Place(params, pipeline, sScales, of_lanes, start, first_row, first_rows, n_tile, thread)
+                    if cutlass.const_expr(self.overlap):
+                        self.overlapped_mainloop(accs, total, tCrX, tCrW, place)
+                    else:
+                        self.mainloop_of_copied(acc, total, tCrX, tCrW, place)
                 elif cutlass.const_expr(self.blocked):
                     start = tile * k_tiles
                     self.mainloop_of_blocks(params, acc, total, tCrX, tCrW, pipeline, start, row, n_tile, thread)
@@ -483,84 +481,46 @@ class ScaledGemm(Gemm):
         return cutlass.min(row + 8 * (i % 2) + MMA_M * (i // 2), params.mX.shape[0] - 1)
 
     @cute.jit
-    def mainloop_of_copied(
-        self,
-        params: ScaledParams,
-        acc: cute.Tensor,
-        total: cute.Tensor,
-        tCrX: cute.Tensor,
-        tCrW: list,
-        pipeline: Pipeline,
-        sScales: cute.Tensor,
-        of_lanes: cute.Tensor,
-        start: cutlass.Int32,
-        row: cutlass.Int32,
-        n_tile: cutlass.Int32,
-        thread: cutlass.Int32,
-    ):
-        """The same with scales of x that come with a stage; those of weights of WARP blocks are in as many lanes.
-
-        Args:
-            of_lanes: those of the first WARP blocks.
-            row: the first of the thread's rows of the tile.
-        """
-        _, k_tiles = self.k_part_of(params)
-        first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
-        place = (params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread)
+    def mainloop_of_copied(self, acc: cute.Tensor, total: cute.Tensor, tCrX: cute.Tensor, tCrW: list, place: Place):
+        """The same with scales of x that come with a stage; those of weights of WARP blocks are in as many lanes."""
+        _, k_tiles = self.k_part_of(place.params)
+        # A loop carries the object whose method it calls: of `place`, all members.
+        pipeline, start = place.pipeline, place.start
         for k_tile in cutlass.range(k_tiles, unroll=1):
             pipeline.consumer_wait(start + k_tile)
             products = None
             for turn in cutlass.range_constexpr(self.turns):
                 self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False, turn)
                 if cutlass.const_expr(turn == 0):
-                    products = self.products_of(place, start, k_tile)
+                    products = self.products_of(place, k_tile)
                 wgmma.wait_group(0)
-                self.take(acc, total, place, products, start + k_tile, turn)
+                self.take(acc, total, place, products, k_tile, turn)
 
     @cute.jit
-    def overlapped_mainloop(
-        self,
-        params: ScaledParams,
-        accs: list,
-        total: cute.Tensor,
-        tCrX: cute.Tensor,
-        tCrW: list,
-        pipeline: Pipeline,
-        sScales: cute.Tensor,
-        of_lanes: cute.Tensor,
-        start: cutlass.Int32,
-        row: cutlass.Int32,
-        n_tile: cutlass.Int32,
-        thread: cutlass.Int32,
-    ):
+    def overlapped_mainloop(self, accs: list, total: cute.Tensor, tCrX: cute.Tensor, tCrW: list, place: Place):
         """Add a tile's products to `total`: one set of accumulators while the other one's products run.
 
         Args:
             accs: both sets: of the turns of a block of k, or of blocks of k in turns.
-            sScales, of_lanes: as `mainloop_of_copied` has them; unused without scales of blocks.
-            row: the first of the thread's rows of the tile.
         """
-        _, k_tiles = self.k_part_of(params)
-        first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
-        place = (params, pipeline, sScales, of_lanes, row, first_rows, n_tile, thread)
+        _, k_tiles = self.k_part_of(place.params)
         operands = (accs, total, tCrX, tCrW)
-        pipeline.consumer_wait(start)
-        self.issue(accs[0], tCrX, tCrW, pipeline, start, False, 0)
+        place.pipeline.consumer_wait(place.start)
+        self.issue(accs[0], tCrX, tCrW, place.pipeline, place.start, False, 0)
         pairs = (k_tiles - 1) // 2
         for i in cutlass.range(pairs, unroll=1):
-            self.overlapped_blocks(operands, place, start, 2 * i, 2, True)
+            self.overlapped_blocks(operands, place, 2 * i, 2, True)
         # Two ends, of which a value chooses: behind a single one, ptxas lets the loop's products run one at a time.
         if 2 * pairs + 1 < k_tiles:
-            self.overlapped_blocks(operands, place, start, 2 * pairs, 2, False)
+            self.overlapped_blocks(operands, place, 2 * pairs, 2, False)
         else:
-            self.overlapped_blocks(operands, place, start, 2 * pairs, 1, False)
+            self.overlapped_blocks(operands, place, 2 * pairs, 1, False)
 
     @cute.jit
     def overlapped_blocks(
         self,
         operands: tuple,
-        place: tuple,
-        start: cutlass.Int32,
+        place: Place,
         k_tile: cutlass.Int32,
         blocks: cutlass.Constexpr[int],
         more: cutlass.Constexpr[bool],
@@ -571,7 +531,7 @@ class ScaledGemm(Gemm):
             more: whether there is a next block.
         """
         accs, total, tCrX, tCrW = operands
-        pipeline = place[1]
+        pipeline, first = place.pipeline, place.start + k_tile
         steps = cutlass.const_expr(blocks * self.turns)
         products = None
         for step in cutlass.range_constexpr(steps):
@@ -582,27 +542,26 @@ class ScaledGemm(Gemm):
             )
             if cutlass.const_expr(more or step + 1 < steps):
                 if cutlass.const_expr(next_turn == 0):
-                    pipeline.consumer_wait(start + k_tile + following)
-                self.issue(accs[(step + 1) % 2], tCrX, tCrW, pipeline, start + k_tile + following, False, next_turn)
+                    pipeline.consumer_wait(first + following)
+                self.issue(accs[(step + 1) % 2], tCrX, tCrW, pipeline, first + following, False, next_turn)
             if cutlass.const_expr(turn == 0):
-                products = self.products_of(place, start, k_tile + block)
+                products = self.products_of(place, k_tile + block)
             wgmma.wait_group(1 if cutlass.const_expr(more or step + 1 < steps) else 0)
-            self.take(accs[step % 2], total, place, products, start + k_tile + block, turn)
+            self.take(accs[step % 2], total, place, products, k_tile + block, turn)
 
     @cute.jit
-    def products_of(self, place: tuple, start: cutlass.Int32, k_tile: cutlass.Int32):
+    def products_of(self, place: Place, k_tile: cutlass.Int32):
         """What `scale_products` returns of a block of k, in registers behind this; None without scales of blocks."""
         products = None
         if cutlass.const_expr(self.copies_scales):
-            params, pipeline, sScales, of_lanes, row, _, n_tile, thread = place
             if k_tile > 0 and k_tile % WARP == 0:
-                self.scales_of_lanes(params, of_lanes, n_tile, k_tile, thread)
+                self.scales_of_lanes(place.params, place.of_lanes, place.n_tile, k_tile, place.thread)
             scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
-            stage = pipeline.stage(start + k_tile)
+            stage = place.pipeline.stage(place.start + k_tile)
             for i in cutlass.range_constexpr(2 * self.mma_tiles_m):
-                scales[i] = sScales[row + 8 * (i % 2) + MMA_M * (i // 2), stage]
+                scales[i] = place.sScales[place.row + 8 * (i % 2) + MMA_M * (i // 2), stage]
             for i in cutlass.range_constexpr(2 * self.box_blocks):
-                scales[2 * self.mma_tiles_m + i] = cute.arch.shuffle_sync(of_lanes[i], k_tile % WARP)
+                scales[2 * self.mma_tiles_m + i] = cute.arch.shuffle_sync(place.of_lanes[i], k_tile % WARP)
             # What the stage's scales are for is there before it is given back.
             products = [
                 [[fence_register(product) for product in of_box] for of_box in of_row]
@@ -615,21 +574,20 @@ class ScaledGemm(Gemm):
         self,
         acc: cute.Tensor,
         total: cute.Tensor,
-        place: tuple,
+        place: Place,
         products: list | None,
-        position: cutlass.Int32,
+        k_tile: cutlass.Int32,
         turn: cutlass.Constexpr[int],
     ):
         """Add a turn's accumulators, whose products are done, to `total`; give the stage back behind its last turn."""
         fence_operand(acc)
-        _, pipeline, _, _, _, first_rows, _, thread = place
         if cutlass.const_expr(turn == self.turns - 1):
             if cutlass.const_expr(self.copies_scales):
-                pipeline.warp_release(position, thread % WARP)
+                place.pipeline.warp_release(place.start + k_tile, place.thread % WARP)
             else:
-                pipeline.warpgroup_release(position, thread)
+                place.pipeline.warpgroup_release(place.start + k_tile, place.thread)
         if cutlass.const_expr(self.blocked):
-            self.add_scaled(acc, total, products, first_rows, turn)
+            self.add_scaled(acc, total, products, place.first_rows, turn)
         else:
             self.add(acc, total, turn)
         # Added behind the next products, sums would need registers of their own.
