@@ -35,11 +35,13 @@ class Ready:
         runner: makes, for a configuration, the function that launches a layer and returns its output.
         outputs: the output of each layer.
         expected: the reference of the last layer.
+        view: what a launch returned, as it is compared with the reference.
     """
 
-    runner: Callable[[Any], Callable[[int], torch.Tensor]]
+    runner: Callable[[Any], Callable[[int], Any]]
     outputs: Sequence[torch.Tensor]
     expected: Reference
+    view: Callable[[Any], torch.Tensor] = lambda returned: returned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +129,7 @@ def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = ti
     for config in contest.configs:
         try:
             run = ready.runner(config)
-            output = result_of(run, ready.outputs)
+            output = ready.view(result_of(run, ready.outputs))
             if naive is None:
                 check.require_right(output, ready.expected, contest.limits)
                 naive = output[ready.expected.rows].clone()
@@ -147,12 +149,12 @@ def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = ti
     return [*(Timed(config, timing.summarize(samples)) for config, _, samples in timers), *failed]
 
 
-def result_of(run: Callable[[int], torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+def result_of(run: Callable[[int], Any], outputs: Sequence[torch.Tensor]) -> Any:
     """Runs all layers once; returns what the last one returned.
 
-    That is its output, in which elements that were not written are NaN, or a tensor of the kernel's own.
+    That is its output, in which elements that were not written are NaN, or what the kernel made itself.
     """
-    returned = outputs[-1]
+    returned: Any = outputs[-1]
     for index, output in enumerate(outputs):
         output.fill_(torch.nan)
         returned = run(index)

@@ -62,9 +62,9 @@ Classes = Callable[[Target, torch.device, ModelShape | None], Sequence[Class]]
 
 
 def tuners() -> dict[str, Classes]:
-    """Family -> the function that lists its classes of problems, for the families that have tuned configurations."""
-    names = [family.name for family in families.load_all() if family.tuned_configs is not None]
-    return {name: importlib.import_module(f".{name}.tune", __package__).classes for name in names}
+    """Family of records -> the function that lists its classes of problems."""
+    names = [one.family for family in families.load_all() for one in family.tuned_configs]
+    return {name: importlib.import_module(f".{name.replace('-', '_')}.tune", __package__).classes for name in names}
 
 
 def mean_us(rows: Rows, config: Any) -> float:

@@ -180,7 +180,8 @@ def judge(
 @app.command()
 def tune(
     family: Annotated[
-        str | None, typer.Argument(metavar="[FAMILY]", help="attention, linear, experts ...; by default all of them.")
+        str | None,
+        typer.Argument(metavar="[FAMILY]", help="attention, experts, linear or scaled-linear; by default all of them."),
     ] = None,
     classes: Annotated[str | None, typer.Option(metavar="REGEX", help="Only classes whose names it finds.")] = None,
     json: Annotated[

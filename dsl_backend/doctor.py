@@ -379,7 +379,7 @@ def examined(arch: str | None, problems: list[Problem]) -> Report:
     target = target_of(arch, problems)
     plugin = plugin_report()
     known = families.load_all()
-    tuned_configs = [tuned_configs_report(one.tuned_configs, target) for one in known if one.tuned_configs is not None]
+    tuned_configs = [tuned_configs_report(one, target) for family in known for one in family.tuned_configs]
     layers = [report for one in known for report in layer_reports(one, target)]
     problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
     broken = {

@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
 from dsl_backend.quant.reference import dequantized, quantized
+from dsl_backend.runtime.target import Target
 from integration import offline
 from integration.compare import prompt_errors, prompts, rms
 from integration.environment import device
@@ -36,6 +38,18 @@ def loads_blocks() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 
     CPUFp8BlockScaledMMKernel.is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
+
+
+def few_rows_are_measured() -> None:
+    """Has records say that dsl's kernels are faster for up to 8 rows of any layer. Called in an engine's process."""
+    from dsl_backend.linear.scaled import tuned
+    from dsl_backend.vllm_plugin.scaled_linears import find
+
+    def ranges(spec: ScaledLinearSpec, target: Target) -> list[tuple[tuned.ProblemShape, Any]]:
+        return [(tuned.problem_of(spec, 132).of_rows(1, 8), tuned.Ours())]
+
+    tuned.ranges = ranges
+    find.is_recorded = lambda service, target: True
 
 
 def quantize(folder: Path, kind: ScaledFormat, config: dict[str, Any]) -> tuple[Path, Path]:
@@ -99,10 +113,17 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     # A separate cache, so that nothing compiled before is loaded.
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
     add("channels, compiled", Path(jobs["channels"].model), engine=ours | {"enforce_eager": False}, environment=cache)
+    # Prompts have more than 8 rows, decode steps fewer: of vLLM's kernel and dsl's, in one graph. torch's product on a
+    # CPU would take minutes for as many rows as vLLM's warm-up has by default.
+    measured = {"additional_config": {"dsl": {"scaled_linears": "measured"}}, "enforce_eager": False}
+    measured |= {"max_num_batched_tokens": 64}
+    patches = ("integration.test_scaled_linears:few_rows_are_measured",)
+    model = Path(jobs["channels"].model)
+    add("channels, measured", model, engine=measured, environment=cache, patches=patches)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", *MOE])
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured", *MOE])
 def test_errors_are_at_most_twice_vllms(outcomes: dict[str, Outcome], name: str) -> None:
     if name not in outcomes:
         pytest.skip("routed experts in 8 bits need a GPU")
@@ -117,13 +138,20 @@ def test_errors_are_at_most_twice_vllms(outcomes: dict[str, Outcome], name: str)
     assert rms(prompt_errors(outcomes[name].answers, exact)) <= 2 * rms(compared)
 
 
-@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled"])
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured"])
 def test_the_log_says_who_serves(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].given is not None, outcomes[name].log[-3000:]
     found = SERVED.findall(outcomes[name].log)
     assert ("3", "MergedColumnParallelLinear", "Swiglu") in found, found
     assert ("3", "QKVParallelLinear", "product") in found, found
     assert sum(int(count) for count, kind, _ in found if kind == "RowParallelLinear") == 6, found
+
+
+def test_the_log_says_for_which_rows(outcomes: dict[str, Outcome]) -> None:
+    lines = [line for line in outcomes["channels, measured"].log.splitlines() if SERVED.search(line)]
+    assert lines
+    assert all(", for 1 to 8 rows, on " in line for line in lines), lines
+    assert ", for 1 to 8 rows" not in outcomes["channels"].log
 
 
 def test_by_default_they_are_vllms(outcomes: dict[str, Outcome]) -> None:

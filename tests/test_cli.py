@@ -19,6 +19,7 @@ from dsl_backend.attention import dispatch, rope_dispatch
 from dsl_backend.attention.family import typical_layers
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.linear import dispatch as linear
+from dsl_backend.linear.scaled import tuned as scaled_tuned
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
@@ -406,11 +407,14 @@ class TestBench:
 def read_tuned_configs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every family read that file, and forget it after the test."""
     monkeypatch.setenv("DSL_BACKEND_TUNED_CONFIGS", str(path))
-    tuned = [one for one in families.load_all() if one.tuned_configs is not None]
-    fresh = tuple(dataclasses.replace(one, tuned_configs=copy.copy(one.tuned_configs)) for one in tuned)
-    for one in fresh:
-        assert one.tuned_configs is not None
-        one.tuned_configs.forget()
+    fresh = tuple(
+        dataclasses.replace(family, tuned_configs=tuple(map(copy.copy, family.tuned_configs)))
+        for family in families.load_all()
+        if family.tuned_configs
+    )
+    for family in fresh:
+        for one in family.tuned_configs:
+            one.forget()
     monkeypatch.setattr(families, "load_all", lambda: fresh)
 
 
@@ -419,12 +423,25 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
     path = tmp_path / "tuned.json"
     path.write_text('{"format": 1, "records": [{"family": "linaer"}]}')
     read_tuned_configs(path, monkeypatch)
-    message = f"{path}: record 0: family 'linaer' is not one of attention, experts, linear, norm, sampling, softmax"
+    message = f"{path}: record 0: family 'linaer' is not one of attention, experts, linear, scaled-linear"
     for one in report(status=1)["tuned_configs"]:
         assert one["files"][0] == str(path)
         assert one["problems"] == [message]
     shown = " ".join(invoke("doctor").stdout.split())
     assert shown.count("family 'linaer' is not one of") == 1
+
+
+def test_a_wrong_record_of_layers_in_8_bits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its position and the field, and by its own kind of records alone."""
+    record = json.loads(scaled_tuned.TUNED_CONFIGS.file.read_text())["records"][0]
+    path = tmp_path / "tuned.json"
+    wrong = record | {"problem": record["problem"] | {"weight": "e4m3-rows"}}
+    path.write_text(json.dumps({"format": 1, "records": [record, wrong]}))
+    read_tuned_configs(path, monkeypatch)
+    found = {one["family"]: one["problems"] for one in report(status=1)["tuned_configs"]}
+    (problem,) = found.pop("scaled-linear")
+    assert problem.startswith(f"{path}: record 1: weight: format 'e4m3-rows' is not one of ")
+    assert set(map(tuple, found.values())) == {()}
 
 
 def test_a_missing_file_of_tuned_configs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

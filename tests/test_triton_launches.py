@@ -22,6 +22,7 @@ LIMIT_S = 900
 # One of each kernel.
 QUICK = (
     *("dense", "batch-invariant", "write-fp8", "linear-plain", "scaled-linear", "experts-mapped"),
+    "activated-rows",
     *("norm", "softmax", "logprobs", "drafts-logits"),
 )
 KERNELS = {
@@ -30,6 +31,7 @@ KERNELS = {
         "gemm_kernel",
         "scaled_gemm_kernel",
         "quantize_rows_kernel",
+        "activated_kernel",
         "count_kernel",
         "place_kernel",
         "product_kernel",

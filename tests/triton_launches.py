@@ -23,8 +23,13 @@ from dsl_backend.attention import api as attention
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.attention.triton.warm_up import caches, operands_of
+from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.scaled.eager import How, outputs
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.quant.format import GROUP_SCALED, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.reference import Quantized, dequantized, scales_of
+from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.sampling import verification, verification_reference
@@ -67,6 +72,22 @@ def sample_with_logprobs() -> None:
     torch.testing.assert_close(found.logprobs, logprobs, rtol=1e-5, atol=1e-5)
 
 
+def activate(kind: ScaledFormat) -> None:
+    """SwiGLU and the next quantisation behind somebody's product."""
+    from dsl_backend.linear.scaled.triton import activated
+
+    both = torch.randn(5, 2 * 1408, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    how = How(torch.bfloat16, Swiglu(), out_kind=kind)
+    out, scale = outputs(both, 1408, how, None)
+    activated.launch(both, Swiglu(), False, kind, out, scale, targets.detect())
+    assert scale is not None
+    gate, up = both.float().chunk(2, 1)
+    exact = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(scale, scales_of(exact, kind), rtol=1e-5, atol=0)
+    found = dequantized(Quantized(out, scale, kind), torch.float32)
+    torch.testing.assert_close(found, exact, rtol=2**-4 + 1e-4, atol=1e-3)
+
+
 # Each checks its results.
 CASES: Mapping[str, Any] = {
     "dense": Case(dim=64, **MIXED),
@@ -89,6 +110,8 @@ CASES: Mapping[str, Any] = {
     "scaled-linear-blocks": scaled.CASES["to-groups"],
     "scaled-linear-deep": replace(scaled.CASES["deep"], rows=64, n=64),
     "scaled-linear-powers": scaled.CASES["to-powers"],
+    "activated-rows": partial(activate, ROW_SCALED),
+    "activated-groups": partial(activate, GROUP_SCALED),
     "experts": experts.CASES["gpt-oss"],
     "experts-mapped": experts.CASES["mapped"],
     "softmax": next(case for case in softmax.CASES if case.id == "warp"),

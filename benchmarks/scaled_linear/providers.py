@@ -138,8 +138,7 @@ def rows_of_four(x: Quantized) -> Quantized:
     return x._replace(values=values, scale=scale.t().contiguous().t())
 
 
-@provider("scaled-linear", name="vLLM CUTLASS", objections=cutlass_objections, package="vllm")
-def cutlass(problem: Problem, inputs: Inputs) -> Launch:
+def cutlass_product(problem: Problem, inputs: Inputs) -> Product:
     """`cutlass_scaled_mm`, as vLLM calls it: with blocks, rows are padded to a multiple of 4, here in advance."""
     from vllm import _custom_ops as ops
 
@@ -156,7 +155,12 @@ def cutlass(problem: Problem, inputs: Inputs) -> Launch:
             scale_a, scale_b = scale_a.view(-1, 1), scale_b.view(-1, 1)
         return ops.cutlass_scaled_mm(layer.x.values, layer.weight.values.t(), scale_a, scale_b, torch.bfloat16)
 
-    return activated(problem, inputs, product)
+    return product
+
+
+@provider("scaled-linear", name="vLLM CUTLASS", objections=cutlass_objections, package="vllm")
+def cutlass(problem: Problem, inputs: Inputs) -> Launch:
+    return activated(problem, inputs, cutlass_product(problem, inputs))
 
 
 def deep_gemm_objections(problem: Problem) -> Sequence[str]:
@@ -169,8 +173,7 @@ def deep_gemm_objections(problem: Problem) -> Sequence[str]:
     return [] if is_deep_gemm_supported() else ["vLLM's DeepGEMM is not installed, or does not serve this GPU"]
 
 
-@provider("scaled-linear", name="DeepGEMM", objections=deep_gemm_objections, package="vllm")
-def deep_gemm(problem: Problem, inputs: Inputs) -> Launch:
+def deep_gemm_product(problem: Problem, inputs: Inputs) -> Product:
     """`fp8_gemm_nt` by way of vLLM, with float32 scales."""
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
@@ -181,7 +184,12 @@ def deep_gemm(problem: Problem, inputs: Inputs) -> Launch:
         fp8_gemm_nt(layer.x[:2], layer.weight[:2], out, is_deep_gemm_e8m0_used=False)
         return out
 
-    return activated(problem, inputs, product)
+    return product
+
+
+@provider("scaled-linear", name="DeepGEMM", objections=deep_gemm_objections, package="vllm")
+def deep_gemm(problem: Problem, inputs: Inputs) -> Launch:
+    return activated(problem, inputs, deep_gemm_product(problem, inputs))
 
 
 def flashinfer_objections(problem: Problem) -> Sequence[str]:

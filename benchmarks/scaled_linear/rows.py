@@ -21,6 +21,22 @@ LAYERS = {
     "qwen-32b-down": (5120, 25600, False),
     "70b-tp4-qkv": (2560, 8192, False),
 }
+# Of `dsl-backend tune`, with those above of Llama-8B: Qwen2.5-7B, and DeepSeek-V3 on 8 ranks.
+TUNED = {
+    **{name: LAYERS[name] for name in ("qkv", "o", "gate-up", "down")},
+    "qwen-7b-qkv": (4608, 3584, False),
+    "qwen-7b-o": (3584, 3584, False),
+    "qwen-7b-gate-up": (18944, 3584, True),
+    "qwen-7b-down": (3584, 18944, False),
+    "v3-tp8-qkv-a": (2112, 7168, False),
+    "v3-tp8-q-b": (3072, 1536, False),
+    "v3-tp8-kv-b": (4096, 512, False),
+    "v3-tp8-o": (7168, 2048, False),
+    "v3-tp8-gate-up": (2304, 7168, True),
+    "v3-tp8-down": (7168, 2304, False),
+    "v3-tp8-shared-gate-up": (256, 7168, True),
+    "v3-tp8-shared-down": (7168, 256, False),
+}
 ROWS = (1, 16, 64, 128, 256, 512, 1024, 2048, 8192)
 
 

@@ -79,7 +79,7 @@ FAMILY = Family(
     # Metadata builders compile it, since they know the cache.
     warm_up=False,
     served_by_others=precompile.served_by_others,
-    tuned_configs=TUNED_CONFIGS,
+    tuned_configs=(TUNED_CONFIGS,),
     checks={
         "prefill": Check(
             "attention.prefill",

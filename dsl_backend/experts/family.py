@@ -44,7 +44,7 @@ FAMILY = Family(
     # Only layers that are served here have theirs compiled, by themselves.
     warm_up=False,
     served_by_others=precompile.served_by_others,
-    tuned_configs=tuned.TUNED_CONFIGS,
+    tuned_configs=(tuned.TUNED_CONFIGS,),
     checks={
         "experts": Check("experts", (Benchmark("experts", r"^qwen3-30b-\d+$", r"^qwen3-30b-(8|2048)$"),)),
     },

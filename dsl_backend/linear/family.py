@@ -10,6 +10,7 @@ from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import dispatch, precompile
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
+from dsl_backend.linear.scaled import tuned as scaled_tuned
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import TUNED_CONFIGS
@@ -74,7 +75,7 @@ FAMILY = Family(
     # Fused layers compile theirs: a model's shape does not say which they are.
     warm_up=False,
     served_by_others=precompile.served_by_others,
-    tuned_configs=TUNED_CONFIGS,
+    tuned_configs=(TUNED_CONFIGS, scaled_tuned.TUNED_CONFIGS),
     checks={
         "linear": Check(
             "linear", (Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),)

@@ -64,7 +64,7 @@ class Family:
         warm_up: whether vLLM's warm-up compiles them. Not where a layer or the sampler has its own compiled, and not
             where vLLM calls none.
         served_by_others: layer of a model -> why CuTe DSL kernels do not serve it.
-        tuned_configs: None where nothing is tuned.
+        tuned_configs: of the kinds of its kernels that are tuned; their names are in `families.TUNED`.
         checks: name for `dsl-backend verify --families` -> what is checked and timed.
     """
 
@@ -75,7 +75,7 @@ class Family:
     typical_layers: Callable[[Target], Mapping[str, Any]] = no_layers
     operations_of: Callable[[Any], Sequence[str]] = field(default=lambda spec: ())
     served_by_others: Callable[[ModelShape, Target], Mapping[str, Sequence[str]]] = nothing_unserved
-    tuned_configs: TunedConfigs[Any] | None = None
+    tuned_configs: Sequence[TunedConfigs[Any]] = ()
     checks: Mapping[str, Check] = field(default_factory=dict)
 
 

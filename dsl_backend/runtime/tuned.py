@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tuned configurations: measured to be faster than a heuristic's, and kept as JSON files that a process reads once.
 
-A family has one `TunedConfigs` object, with a file in the package. The file named by DSL_BACKEND_TUNED_CONFIGS is read
-before it, and may hold records of several families. `dsl-backend doctor` lists the records that are wrong; a server
+A kind of kernels has one `TunedConfigs` object, with a file in the package. The file named by DSL_BACKEND_TUNED_CONFIGS
+is read before it, and may hold records of all kinds. `dsl-backend doctor` lists the records that are wrong; a server
 leaves them out.
 """
 
@@ -29,7 +29,7 @@ from pydantic import (
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
-from dsl_backend.families import NAMES
+from dsl_backend.families import TUNED
 from dsl_backend.log import warning_once
 from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target
@@ -177,7 +177,7 @@ class TunedConfigs(Generic[ProblemShapeT]):
     """The tuned configurations of a family.
 
     Args:
-        family: its name in `families.NAMES`.
+        family: its name in `families.TUNED`.
         file: the package's own.
         problem: the type of its problem shapes.
         configs: name -> type of configuration, a frozen dataclass.
@@ -226,8 +226,8 @@ class TunedConfigs(Generic[ProblemShapeT]):
         for index, one in enumerate(raw):
             family = one.get("family") if isinstance(one, dict) else None
             try:
-                if family not in NAMES:
-                    raise InvalidInput(f"family {family!r} is not one of {', '.join(NAMES)}")
+                if family not in TUNED:
+                    raise InvalidInput(f"family {family!r} is not one of {', '.join(TUNED)}")
                 if family == self.family:
                     found.append(self.understood(one))
             except InvalidInput as error:

@@ -32,7 +32,7 @@ class Options(BaseModel):
             that dsl cannot serve, and more rows, are vLLM's. `measured` is dsl's for the rows of the tuning records,
             and on an SM90 for up to 16 rows of sizes without a record.
         scaled_linears: whose kernels serve linear layers of fp8 checkpoints, with the activation and the quantisation
-            between them; `measured` is vLLM's, because none was measured to be faster.
+            between them. `measured` is dsl's for the rows of the tuning records, and vLLM's for all others.
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an

@@ -27,10 +27,16 @@ from benchmarks.linear import tune as linear
 from benchmarks.linear.problems import Problem
 from benchmarks.linear.sweep import contest
 from benchmarks.runner import DeviceLostError
+from benchmarks.scaled_linear import sweep as scaled_sweep
+from benchmarks.scaled_linear import tune as scaled
+from benchmarks.scaled_linear.problems import Problem as ScaledProblem
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
 from dsl_backend.experts.tuned import Ours, Theirs
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
+from dsl_backend.linear.scaled.reference import products
+from dsl_backend.linear.scaled.tuned import Ours as ScaledOurs
+from dsl_backend.linear.scaled.tuned import Theirs as ScaledTheirs
 from dsl_backend.linear.tuned import TUNED_CONFIGS, UNRECORDED_ROWS, Unfused, problem_of
 from dsl_backend.providers import Launch
 from dsl_backend.runtime import model as models
@@ -342,7 +348,7 @@ def test_without_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["softmax"], "family 'softmax' has nothing to tune: choose from attention, experts, linear"),
+        (["softmax"], "family 'softmax' has nothing to tune: choose from attention, experts, linear, scaled-linear"),
         (["--classes", "("], "--classes '(' is not a regular expression"),
         (["linear", "--classes", "hd128"], "--classes 'hd128' matches none of"),
         (["--seconds", "0"], "--seconds 0.0: more than 0 is needed"),
@@ -429,6 +435,74 @@ def test_experts_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
             assert [spec.family for spec in of_end.precompile_specs] == ["experts"]
     monkeypatch.setattr(experts, "vllm_objections", lambda problem: ["vllm is not installed"])
     assert experts.classes(TARGET, torch.device("cpu"), None) == []
+
+
+@pytest.fixture
+def vllms_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for it, on a CPU."""
+
+    def product(problem: Any, inputs: Any) -> Callable[[Any], torch.Tensor]:
+        return lambda layer: products(layer.x, layer.weight).to(torch.bfloat16)
+
+    for module in (scaled, scaled_sweep):
+        monkeypatch.setattr(module, "theirs_product", lambda problem: product)
+
+
+@pytest.mark.usefixtures("vllms_product")
+@pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+def test_layers_in_8_bits_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges leave no gap, both ends are timed with the same configurations, and each of ours can be recorded."""
+    monkeypatch.setattr(scaled, "TUNED", {name: scaled.TUNED[name] for name in ("gate-up", "v3-tp8-o")})
+    found = scaled.classes(TARGET, torch.device("cpu"), None)
+    assert len({one.problem for one in found}) == len(found) == 4 * len(scaled.ROWS)
+    for sizes in {one.problem.of_rows(1, 1) for one in found}:
+        of_layer = [one.problem for one in found if one.problem.of_rows(1, 1) == sizes]
+        assert of_layer[0].least_rows == 1
+        assert all(a.most_rows + 1 == b.least_rows for a, b in itertools.pairwise(of_layer))
+    for one in found:
+        ends = dict.fromkeys((one.problem.least_rows, one.problem.most_rows))
+        assert [of_end.parameters["m"] for of_end in one.contests] == list(ends)
+        assert len({tuple(of_end.configs) for of_end in one.contests}) == 1
+        first, second, *others = one.contests[0].configs
+        assert (first, second) == (ScaledTheirs(), ScaledOurs())
+        assert len(others) == scaled.MOST
+        for config in (second, *others):
+            made = one.tuned_configs.record(one.problem, config, **SHARED, us=1.0, default_us=2.0)
+            assert one.tuned_configs.understood(json.loads(made.measurement.model_dump_json())) == made
+            for of_end in one.contests:
+                assert of_end.precompile_spec(config) is not None
+    for module in (scaled, scaled_sweep):
+        monkeypatch.setattr(module, "theirs_product", lambda problem: None)
+    assert scaled.classes(TARGET, torch.device("cpu"), None) == []
+
+
+@pytest.mark.usefixtures("vllms_product")
+@pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+@pytest.mark.parametrize("gated", [False, True])
+def test_kernels_in_8_bits_run_as_they_do_on_a_gpu(tmp_path: Path, gated: bool) -> None:
+    """On the emulator, whose times decide nothing; one of the configurations is told to be the fastest."""
+    path = tmp_path / "tuned.json"
+    small = dataclasses.replace(TARGET, sm_count=4)
+    problem = ScaledProblem(m=3, n=128, k=256, scheme="blocks", gated=gated)
+    whole = scaled_sweep.contest(problem, small, torch.device("cpu"))
+    # VLLM's, the cost model's choice, and another one.
+    few = dataclasses.replace(whole, configs=whole.configs[:3])
+    one = Class(scaled.TUNED_CONFIGS, scaled.problem_of(problem.spec, 4).of_rows(3, 3), (few,))
+    times = iter([10.0, 9.0, 8.0])
+
+    def told(launch: Launch, layers: int, device: torch.device) -> timing.Timer:
+        return Clock(launch, layers, [next(times)])
+
+    console = Console(file=io.StringIO(), width=200)
+    with emulator.device(arch="sm_90a", sms=4):
+        assert tune.tune([one], small, SHARED, path, console, 0.0, told) == 0
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "FAILED" not in text
+    records, problems = scaled.TUNED_CONFIGS.read(path)
+    assert problems == []
+    assert [(record.config, record.measurement.us, record.measurement.default_us) for record in records] == [
+        (few.configs[2], 8.0, 10.0)
+    ]
 
 
 def test_a_kernel_with_memory_of_its_own_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import dsl_backend
 from dsl_backend.errors import InvalidInput
-from dsl_backend.families import NAMES
+from dsl_backend.families import NAMES, TUNED
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime.family import Family
 from dsl_backend.runtime.target import from_arch
@@ -30,8 +30,10 @@ def test_a_family_is_whole(name: str) -> None:
     assert {check.operation for check in family.checks.values()} == set(family.tables), "verify checks every operation"
     for table in family.tables.values():
         assert [entry.name for entry in table][-1] == "reference", "best first"
-    if family.tuned_configs is not None:
-        assert family.tuned_configs.family == name
+
+
+def test_a_file_of_tuned_configs_may_have_records_of_each_kind() -> None:
+    assert tuple(one.family for family in LOAD_ALL() for one in family.tuned_configs) == TUNED
 
 
 def test_checks_have_one_name_each() -> None:

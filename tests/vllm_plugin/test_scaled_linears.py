@@ -255,7 +255,7 @@ def test_activations_that_stay(caplog: Any) -> None:
 
 AGAINST = {
     "is vllm": {"additional_config": {}},
-    "no kernel of dsl is measured": {"additional_config": {"dsl": {"scaled_linears": "measured"}}},
+    "nothing measured says that dsl is faster": {"additional_config": {"dsl": {"scaled_linears": "measured"}}},
     "LoRA": {"lora_config": object()},
     "--linear-backend cutlass": {"kernel_config": SimpleNamespace(linear_backend="cutlass")},
 }

@@ -21,6 +21,12 @@ def encoded_formats(x: ScaledFormat, weight: ScaledFormat, how: How) -> str:
     return ",".join((x.name, weight.name, "" if how.out_kind is None else how.out_kind.name, short(how.dtype)))
 
 
+def formats_of(formats: str) -> tuple[ScaledFormat, ScaledFormat]:
+    """X's and the weight's."""
+    of_x, of_weight, _, _ = formats.split(",")
+    return scaled_format(of_x), scaled_format(of_weight)
+
+
 def how_of(
     formats: str,
     activation: str,
@@ -37,8 +43,8 @@ def how_of(
 def operands(
     x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, formats: str
 ) -> tuple[Quantized, Quantized]:
-    of_x, of_weight, _, _ = formats.split(",")
-    return Quantized(x, x_scale, scaled_format(of_x)), Quantized(weight, weight_scale, scaled_format(of_weight))
+    of_x, of_weight = formats_of(formats)
+    return Quantized(x, x_scale, of_x), Quantized(weight, weight_scale, of_weight)
 
 
 def scaled_linear(

@@ -3,14 +3,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.gemm.activation import Activation
-from dsl_backend.linear.scaled import dispatch
+from dsl_backend.linear.scaled import dispatch, tuned
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
@@ -24,15 +24,40 @@ from dsl_backend.vllm_plugin.projections.find import linear_backend
 X_FORMATS = {(-1, -1): TENSOR_SCALED, (1, -1): ROW_SCALED, (1, 128): GROUP_SCALED}
 WEIGHT_FORMATS = {(-1, -1): TENSOR_SCALED, (-1, 1): ROW_SCALED, (1, -1): ROW_SCALED, (128, 128): BLOCK_SCALED}
 KERNEL = "fp8_linear"
+NOTHING_MEASURED = (
+    "nothing measured says that dsl is faster: "
+    """--additional-config '{"dsl": {"scaled_linears": "dsl"}}' has dsl serve them"""
+)
+
+
+class Service(NamedTuple):
+    """How layers are served.
+
+    Attributes:
+        kernel: the name of the kernels that serve; None is the best one that does.
+        measured: they serve the numbers of rows for which they were measured to be faster, and vLLM's kernels others.
+    """
+
+    kernel: str | None
+    measured: bool
+
+
+def service_of(vllm_config: Any, target: Target) -> Service:
+    asked = options.of(vllm_config)
+    measured = asked.scaled_linears is ServedBy.MEASURED
+    recorded = tuned.KERNELS.get(target.kernel_arch or "") if measured else None
+    return Service(asked.scaled_linears_kernel or recorded, measured)
+
+
+def is_recorded(service: Service, target: Target) -> bool:
+    """Whether tuning records are of the kernels that serve; they are of a kernel of some GPUs."""
+    return target.gpu is not None and service.kernel == tuned.KERNELS.get(target.kernel_arch or "", "")
 
 
 def reasons_against_engine(vllm_config: Any) -> str:
     """Why no fp8 layer of an engine is served, whatever its model; empty where nothing is against it."""
     reasons = [sequence_parallelism(vllm_config)]
-    asked = options.of(vllm_config).scaled_linears
-    if asked is ServedBy.MEASURED:
-        reasons.append("no kernel of dsl is measured to be faster (additional_config['dsl']['scaled_linears'])")
-    elif asked is ServedBy.VLLM:
+    if options.of(vllm_config).scaled_linears is ServedBy.VLLM:
         reasons.append("additional_config['dsl']['scaled_linears'] is vllm")
     if vllm_config.lora_config is not None:
         reasons.append("LoRA (lora_config) adds to what a projection returns")
@@ -80,12 +105,12 @@ def formats_of(config: Any) -> tuple[ScaledFormat, ScaledFormat] | str:
     return found[0], found[1]
 
 
-def judge(layer: Any, target: Target, kernel: str | None) -> ScaledLinearSpec | str:
-    """The spec of a layer that is served, without an activation; or why it stays vLLM's.
+def judge(layer: Any, target: Target, service: Service) -> ScaledLinearSpec | str:
+    """The spec of a layer that is served, without an activation; or why it stays vLLM's."""
+    from dsl_backend.vllm_plugin.scaled_linears.measured import of_quantised
 
-    Args:
-        kernel: the name of the kernels that are asked for.
-    """
+    if service.measured and not is_recorded(service, target):
+        return NOTHING_MEASURED
     if is_pre_processed():
         return "its weights were loaded as another kernel had processed them"
     holder = holder_of(layer)
@@ -93,7 +118,10 @@ def judge(layer: Any, target: Target, kernel: str | None) -> ScaledLinearSpec | 
         return f"{type(layer.quant_method).__name__} has no kernel that can be replaced"
     if "forward" in vars(layer):
         return f"another forward was put into {type(layer).__name__}"
-    config = getattr(holder, KERNEL).config
+    theirs = getattr(holder, KERNEL)
+    if service.measured and of_quantised(theirs) is None:
+        return f"{type(theirs).__name__} has weights or inputs of its own form, which dsl's kernels cannot share"
+    config = theirs.config
     formats = formats_of(config)
     if isinstance(formats, str):
         return formats
@@ -103,7 +131,7 @@ def judge(layer: Any, target: Target, kernel: str | None) -> ScaledLinearSpec | 
     n, k = layer.weight.shape
     try:
         spec = spec_of(n, k, *formats, dtype=config.out_dtype or torch.bfloat16, bias=layer.bias is not None)
-        dispatch.choose(spec, target, kernel)
+        dispatch.choose(spec, target, service.kernel)
     except (InvalidInput, Unsupported) as error:
         return str(error)
     return spec
@@ -136,6 +164,7 @@ def linked(
 
     from dsl_backend.vllm_plugin.fused_mlp.method import activation_of
     from dsl_backend.vllm_plugin.scaled_linears.kernels import ServedByDsl
+    from dsl_backend.vllm_plugin.scaled_linears.measured import Measured, ranges_of
 
     children: dict[str, Any] = dict(parent.named_children())
     served = {
@@ -170,6 +199,8 @@ def linked(
         dispatch.choose(spec, target, kernel.kernel)
     except (InvalidInput, Unsupported) as error:
         return str(error)
+    if isinstance(kernel, Measured) and not ranges_of(kernel.theirs, spec, target, handed=False):
+        return NOTHING_MEASURED
     return gate, down, spec, known
 
 

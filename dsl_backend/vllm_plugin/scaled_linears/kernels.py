@@ -5,6 +5,7 @@ A method quantises the weight's layout once (`process_weights_after_loading`), a
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
 from dsl_backend.gemm.activation import Activation
 from dsl_backend.linear.scaled import api
+from dsl_backend.linear.scaled.eager import How
 from dsl_backend.quant.format import TENSOR_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized
 
@@ -24,6 +26,13 @@ class Handed(NamedTuple):
 
     values: torch.Tensor
     scale: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """A layer's input [rows, k]; without a scale it is in 16 bits."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
 
 
 class Link(NamedTuple):
@@ -58,28 +67,45 @@ class ServedByDsl:
     def can_implement(cls, config: Any) -> tuple[bool, str | None]:
         return True, None
 
-    def product(
-        self, x: Quantized, lead: torch.Size, weight: Quantized, bias: torch.Tensor | None
-    ) -> torch.Tensor | Handed:
-        """The layer of x [rows, k], whose rows are `lead` to the model."""
-        more: dict[str, Any] = {"dtype": self.config.out_dtype or torch.bfloat16, "kernel": self.kernel}
-        if self.link is None:
-            return of_shape(api.scaled_linear(x, weight, bias, **more), lead)
-        more |= {"activation": self.link.activation, "interleaved": self.link.interleaved}
-        consumer: Any = self.link.consumer
-        if consumer is None:
-            return of_shape(api.scaled_linear(x, weight, bias, **more), lead)
-        # vLLM's quantisation of a layer's input follows from the format of its weight: the consumer's is this layer's.
-        scale = consumer.input_scale.view(1) if self.x_kind == TENSOR_SCALED else None
-        found = api.scaled_linear_quantized(x, weight, bias, to=self.x_kind, out_scale=scale, **more)
-        return Handed(of_shape(found.values, lead), found.scale)
+    def weight_of(self, layer: nn.Module) -> Quantized:
+        """The weight [n, k], as kernels read it."""
+        raise NotImplementedError
 
-    def taken(self, x: Any) -> tuple[Quantized, torch.Size] | None:
-        """A quantised input [rows, k] with the shape of its rows; None of an input that is not."""
-        if not isinstance(x, Handed):
-            return None
-        values = x.values
-        return Quantized(values.view(-1, values.shape[-1]), x.scale, self.x_kind), values.shape[:-1]
+    def layer_of(self, x: Any, operands: Callable[[torch.Tensor], Rows], weight: Quantized, bias: Any) -> Any:
+        """The layer of x [..., k], or of what a linked layer hands on.
+
+        Args:
+            operands: quantises rows that are not.
+        """
+        if isinstance(x, Handed):
+            rows, lead = Rows(x.values.view(-1, x.values.shape[-1]), x.scale), x.values.shape[:-1]
+        else:
+            rows, lead = operands(x.reshape(-1, x.shape[-1])), x.shape[:-1]
+        out, scale = self.called(rows, weight, bias, self.consumers_scale, self.how)
+        return of_shape(out, lead) if self.how.out_kind is None else Handed(of_shape(out, lead), scale)
+
+    @property
+    def how(self) -> How:
+        """All of the layer that is no tensor."""
+        dtype = self.config.out_dtype or torch.bfloat16
+        if self.link is None:
+            return How(dtype, kernel=self.kernel)
+        # vLLM's quantisation of a layer's input follows from the format of its weight: the consumer's is this layer's.
+        to = None if self.link.consumer is None else self.x_kind
+        return How(dtype, self.link.activation, self.link.interleaved, to, kernel=self.kernel)
+
+    @property
+    def consumers_scale(self) -> torch.Tensor | None:
+        """The given scale of a quantised output."""
+        consumer: Any = None if self.link is None else self.link.consumer
+        return consumer.input_scale.view(1) if consumer is not None and self.x_kind == TENSOR_SCALED else None
+
+    def called(
+        self, x: Rows, weight: Quantized, bias: torch.Tensor | None, out_scale: torch.Tensor | None, how: How
+    ) -> tuple[torch.Tensor, Any]:
+        """The layer of x's rows: the output, and the scale of a quantised one."""
+        assert x.scale is not None
+        return api.called(Quantized(x.values, x.scale, self.x_kind), weight, bias, out_scale, how)
 
 
 def of_shape(rows: torch.Tensor, lead: torch.Size) -> torch.Tensor:
@@ -96,17 +122,29 @@ class RowScaledKernel(ServedByDsl, FP8ScaledMMLinearKernel):
 
     def apply_weights(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None) -> Any:
         """Map x [..., k], or what a linked layer hands on, to [..., n]."""
-        weight, weight_scale, x_scale, upper_bound = self._get_layer_params(layer)
-        taken = self.taken(x)
-        if taken is None:
-            values, scale = self.quant_fp8(x.reshape(-1, x.shape[-1]), x_scale, upper_bound)
-            taken = Quantized(values, scale.reshape(-1), self.x_kind), x.shape[:-1]
-        quantized = Quantized(rows_of_weight(weight), weight_scale.reshape(-1), self.weight_kind)
-        return self.product(*taken, quantized, bias)
+        _, _, x_scale, upper_bound = self._get_layer_params(layer)
+
+        def operands(rows: torch.Tensor) -> Rows:
+            values, scale = self.quant_fp8(rows, x_scale, upper_bound)
+            return Rows(values, scale.reshape(-1))
+
+        return self.layer_of(x, operands, self.weight_of(layer), bias)
+
+    def weight_of(self, layer: nn.Module) -> Quantized:
+        weight, weight_scale, _, _ = self._get_layer_params(layer)
+        return Quantized(rows_of_weight(weight), weight_scale.reshape(-1), self.weight_kind)
 
     def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
         """Never called: `apply_weights` is this class' own."""
         raise NotImplementedError("RowScaledKernel.apply_weights calls the kernel itself")
+
+
+def group_quantisation(config: Any, *, use_ue8m0: bool = False) -> QuantFP8:
+    """VLLM's quantisation of a layer's input by group; with scales that are powers of two where that is asked for."""
+    known = inspect.signature(QuantFP8.__init__).parameters
+    layout = {name: True for name in ("column_major_scales", "tma_aligned_scales") if name in known}
+    group_shape = config.activation_quant_key.scale.group_shape
+    return QuantFP8(static=False, group_shape=group_shape, use_ue8m0=use_ue8m0, **layout)
 
 
 class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
@@ -114,19 +152,18 @@ class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        scale = config.activation_quant_key.scale
-        known = inspect.signature(QuantFP8.__init__).parameters
-        layout = {name: True for name in ("column_major_scales", "tma_aligned_scales") if name in known}
-        self.quant_fp8 = QuantFP8(static=False, group_shape=scale.group_shape, use_ue8m0=False, **layout)
+        self.quant_fp8 = group_quantisation(config)
 
     def apply_weights(self, layer: nn.Module, x: Any, bias: torch.Tensor | None = None, **options: Any) -> Any:
         """Map x [..., k], or what a linked layer hands on, to [..., n]."""
+        return self.layer_of(x, self.operands, self.weight_of(layer), bias)
+
+    def weight_of(self, layer: nn.Module) -> Quantized:
         params = self._get_layer_params(layer)
-        taken = self.taken(x)
-        if taken is None:
-            values, scale = self.quant_fp8(x.reshape(-1, x.shape[-1]), None, None)
-            taken = Quantized(values, scale, self.x_kind), x.shape[:-1]
-        return self.product(*taken, Quantized(params.weight, params.block_scale, self.weight_kind), bias)
+        return Quantized(params.weight, params.block_scale, self.weight_kind)
+
+    def operands(self, rows: torch.Tensor) -> Rows:
+        return Rows(*self.quant_fp8(rows, None, None))
 
     def apply_block_scaled_mm(self, **operands: Any) -> torch.Tensor:
         """Never called: `apply_weights` is this class' own."""
@@ -141,14 +178,24 @@ class HandedOn(nn.Module):
 
 
 def kernel_of(
-    theirs: Any, x_kind: ScaledFormat, weight_kind: ScaledFormat, kernel: str | None
+    theirs: Any,
+    x_kind: ScaledFormat,
+    weight_kind: ScaledFormat,
+    kernel: str | None,
+    *,
+    rows: type[RowScaledKernel] = RowScaledKernel,
+    blocks: type[BlockScaledKernel] = BlockScaledKernel,
 ) -> RowScaledKernel | BlockScaledKernel:
-    """This package's kernel in the place of one of vLLM's, of the same configuration."""
+    """This package's kernel in the place of one of vLLM's, of the same configuration.
+
+    Args:
+        rows, blocks: its class, with scales of rows and of blocks.
+    """
     made: RowScaledKernel | BlockScaledKernel
     if weight_kind.blocked:
-        made = BlockScaledKernel(theirs.config)
+        made = blocks(theirs.config)
     else:
         names = getattr(theirs, "layer_param_names", ["weight", "weight_scale", "input_scale", "input_scale_ub"])
-        made = RowScaledKernel(theirs.config, layer_param_names=names)
+        made = rows(theirs.config, layer_param_names=names)
     made.x_kind, made.weight_kind, made.kernel = x_kind, weight_kind, kernel
     return made

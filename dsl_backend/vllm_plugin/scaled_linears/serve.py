@@ -7,7 +7,7 @@ of a method is used for the first time when weights are processed: until then it
 """
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,17 +22,20 @@ from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations
 from dsl_backend.vllm_plugin.scaled_linears.find import (
     KERNEL,
+    NOTHING_MEASURED,
+    Service,
     formats_of,
     holder_of,
     judge,
     layers,
     linked,
     reasons_against_engine,
+    service_of,
 )
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
-# For each model that dsl serves in this process, in order: name of a layer -> its spec.
-_served: list[dict[str, ScaledLinearSpec]] = []
+# For each model that dsl serves in this process, in order: name of a layer -> how it is served.
+_served: list[dict[str, str]] = []
 
 
 def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
@@ -41,39 +44,70 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
-    kernel = options.of(vllm_config).scaled_linears_kernel
+    service = service_of(vllm_config, target)
     served, left = serve_each(
         layers(model),
-        lambda layer: against_engine or judge(layer, target, kernel),
-        lambda layer, _: replace(layer, kernel),
+        lambda layer: against_engine or judge(layer, target, service),
+        lambda layer, _: replace(layer, service),
     )
     names = {id(module): name for name, module in model.named_modules()}
     apart = link_all(model, target, served, names) if served else Counter[str]()
-    _served.append(served)
-    kinds = Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items())
-    report(kinds, target, kernel)
+    if service.measured:
+        left += keep_measured(model, target, served)
+    _served.append({name: f"{spec}{' where measured' if service.measured else ''}" for name, spec in served.items()})
+    report(Counter(kind_of(model.get_submodule(name), spec) for name, spec in served.items()), target, service)
     report_left("fp8 linear layers", left)
     report_left("activations behind fp8 layers", apart)
 
 
-def replace(layer: Any, kernel: str | None) -> None:
+def replace(layer: Any, service: Service) -> None:
     """Replace the kernel of a layer's method."""
     from vllm.model_executor.layers.linear import LinearBase
 
     from dsl_backend.vllm_plugin.scaled_linears.kernels import kernel_of
+    from dsl_backend.vllm_plugin.scaled_linears.measured import measured_kernel_of
 
     assert isinstance(layer, LinearBase)
     holder = holder_of(layer)
     theirs = getattr(holder, KERNEL)
     formats = formats_of(theirs.config)
     assert not isinstance(formats, str)
-    setattr(holder, KERNEL, kernel_of(theirs, *formats, kernel))
+    ours = (measured_kernel_of if service.measured else kernel_of)(theirs, *formats, service.kernel)
+    setattr(holder, KERNEL, ours)
     # Fp8LinearMethod has a branch for a kernel that it knows.
     if getattr(holder, "use_marlin", False):
         holder.use_marlin = False
     # What the kernel before this one would have taken from a fused activation or norm.
     if hasattr(layer, "_input_quant_key"):
+        if service.measured:
+            ours.input_quant_key_before = layer._input_quant_key
         del layer._input_quant_key
+
+
+def keep_measured(model: nn.Module, target: Target, served: dict[str, ScaledLinearSpec]) -> Counter[str]:
+    """Give layers for which nothing is measured back to vLLM, in the model and in `served`; reason -> such layers.
+
+    The consumer of a linked layer is kept: it gets quantised input.
+    """
+    from dsl_backend.vllm_plugin.scaled_linears.measured import Measured, ranges_of
+
+    kernels: dict[str, Measured] = {name: getattr(holder_of(model.get_submodule(name)), KERNEL) for name in served}
+    links = [kernel.link for kernel in kernels.values() if kernel.link is not None]
+    consumers = {id(link.consumer) for link in links}
+    left: Counter[str] = Counter()
+    for name, kernel in kernels.items():
+        layer: Any = model.get_submodule(name)
+        handed = id(layer) in consumers
+        ranges = ranges_of(kernel.theirs, served[name], target, handed=handed)
+        if handed or ranges:
+            kernel.register(served[name], ranges, handed=handed)
+            continue
+        setattr(holder_of(layer), KERNEL, kernel.theirs)
+        if kernel.input_quant_key_before is not None:
+            layer._input_quant_key = kernel.input_quant_key_before
+        del served[name]
+        left[NOTHING_MEASURED] += 1
+    return left
 
 
 def link_all(
@@ -100,12 +134,36 @@ def link_all(
     return left
 
 
-def report(kinds: Counter[tuple[str, ScaledLinearSpec]], target: Target, kernel: str | None) -> None:
+class Kind(NamedTuple):
+    """Layers of which the log has one line.
+
+    Attributes:
+        layer: the name of its class.
+        rows: for which it is served; empty where all are.
+    """
+
+    layer: str
+    spec: ScaledLinearSpec
+    rows: str
+
+
+def kind_of(layer: Any, spec: ScaledLinearSpec) -> Kind:
+    from dsl_backend.vllm_plugin.scaled_linears.measured import Measured
+
+    kernel, rows = getattr(holder_of(layer), KERNEL), ""
+    if isinstance(kernel, Measured):
+        texts = [str(least) if least == most else f"{least} to {most}" for least, most in kernel.ranges]
+        rows = f", for {', '.join(texts) or 'no'} rows"
+    return Kind(type(layer).__name__, spec, rows)
+
+
+def report(kinds: Counter[Kind], target: Target, service: Service) -> None:
     """Log what is served: one line for each kind of layer."""
-    for (kind, spec), count in kinds.items():
-        title = dispatch.choose(spec, target, kernel).title
-        by = title if kernel else explained([dispatch.judge(spec, target)], [title])
-        logger.info("dsl serves %d fp8 linear layers (%s), %s, on %s: by %s", count, kind, spec, target.arch, by)
+    for (layer, spec, rows), count in kinds.items():
+        title = dispatch.choose(spec, target, service.kernel).title
+        by = title if service.kernel else explained([dispatch.judge(spec, target)], [title])
+        what = f"{spec}{rows}"
+        logger.info("dsl serves %d fp8 linear layers (%s), %s, on %s: by %s", count, layer, what, target.arch, by)
 
 
 def compilation_key() -> str:

@@ -20,6 +20,7 @@ from dsl_backend.gemm.spec import Rows
 from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
+from dsl_backend.linear.scaled.tuned import config_of
 from dsl_backend.quant.cute import host as quantising
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
@@ -84,7 +85,13 @@ def few_rows_factor(spec: ScaledLinearSpec, config: SmallMTiles) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def chosen(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
-    """The best one for so many rows."""
+    """The best one for so many rows: of a tuning record that fits, or by the cost model."""
+    recorded = config_of(spec, rows, target)
+    return estimated_best(spec, rows, target) if recorded is None else Choice(*recorded)
+
+
+def estimated_best(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
+    """The best one for so many rows by the cost model."""
     rows = INVARIANT_FOR if spec.batch_invariant else rows
     timed = (choice for choice in choices(spec, target) if sm90.was_timed(spec, choice.config, rows))
     return min(timed, key=lambda choice: estimated_us(choice, rows, target))
