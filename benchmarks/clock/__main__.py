@@ -27,9 +27,9 @@ from emulator.clock.machine import ClockMachine, LaunchTime, Recorded
 
 from .configs import Ranking, launches, timed
 from .measured import ROWS, UNTIMED, Measured
-from .peers import RUNS, Run
+from .peers import FAULTY, OF_EXAMPLES, RUNS, Run
 from .problems import run_of, target_of
-from .stand_in import PEERS, pretend
+from .stand_in import EXAMPLES, PEERS, pretend
 
 
 def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> list[Recorded]:
@@ -47,22 +47,25 @@ def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> l
             pretend(f"{chip.arch}a", PEERS, chip.sms)
         return run_of(row.operator, row.row, chip, ours=ours)
 
-    return simulated(prepared, chip, row.samples, file)
+    return simulated(prepared, chip, row.samples, file, faulty=not ours and row.operator in FAULTY)
 
 
-def simulated(prepared: Callable[[], Run], chip: ChipClock, samples: int, file: Path | None) -> list[Recorded]:
+def simulated(
+    prepared: Callable[[], Run], chip: ChipClock, samples: int, file: Path | None, *, faulty: bool = False
+) -> list[Recorded]:
     """What launches did, simulated anew or read from a file that an earlier call wrote.
 
     Args:
         prepared: returns what launches on the active device.
         samples: clusters of a grid that run.
+        faulty: the emulator finds mistakes in them, and they are timed all the same.
     """
     if file is not None and file.exists():
         kept: list[Recorded] = pickle.loads(file.read_bytes())
         return kept
     arch = f"{chip.arch}a"
-    clock = ClockMachine(arch, chip.sms, chip=chip.name, samples=samples)
-    with emulator.device(arch, sms=chip.sms, schedule="clock", machine=clock):
+    clock = ClockMachine(arch, chip.sms, chip=chip.name, samples=samples, faulty=faulty)
+    with emulator.device(arch, sms=chip.sms, schedule="clock", machine=clock, keep_findings=faulty):
         prepared()()
     found = [light(one) for one in clock.recorded]
     if file is not None:
@@ -180,6 +183,11 @@ def main() -> int:
     if asked.kept:
         wanted = (True, False) if asked.beside else (None,)
         rows = [row for row in rows if all((asked.keep / kept_name(row, ours)).exists() for ours in wanted)]
+    if not asked.kept and not (PEERS / EXAMPLES).exists():
+        left_out = [row for row in rows if row.operator in OF_EXAMPLES]
+        rows = [row for row in rows if row not in left_out]
+        for row in left_out:
+            print(f"{row.name} is left out: {PEERS / EXAMPLES} is missing", file=sys.stderr)
     table = beside if asked.beside else lines
     for line in table(rows, asked.keep, chip):
         print(line, flush=True)

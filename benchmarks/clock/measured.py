@@ -13,8 +13,8 @@ class Measured:
     """A row that was timed.
 
     Attributes:
-        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-mla or
-            quack-gemm.
+        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-mla,
+            cutlass-mla-fp8, quack-gemm or quack-gated.
         row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
         microseconds: that the kernel took.
         samples: clusters that the clock simulates; 0: all, where CTAs wait for each other.
@@ -105,11 +105,17 @@ PUBLISHED = (
 ROWS = MEASURED + PUBLISHED
 # Nobody published these: for `--beside` alone.
 UNTIMED = tuple(
-    Measured(operator, row, 0.0, chip="B200", source="nobody")
-    for operator, row in (
-        ("flash", "hd96-h16-32x1k"),
-        ("flash", "hd256-h8-16x1k"),
-        ("flash-mla", "h16-b64-k4k"),
-        ("flash-mla", "h64-b64-k4k"),
+    Measured(operator, row, 0.0, samples, chip="B200", source="nobody")
+    for operator, row, samples in (
+        ("flash", "hd96-h16-32x1k", 1),
+        ("flash", "hd256-h8-16x1k", 1),
+        ("flash-mla", "h16-b64-k4k", 1),
+        ("flash-mla", "h64-b64-k4k", 1),
+        ("cutlass-mla-fp8", "h16-b64-k4k", 1),
+        ("cutlass-mla-fp8", "h128-b128-k4k", 1),
+        ("quack-gated", "64x14336x4096", 1),
+        ("quack-gated", "256x14336x4096", 1),
+        ("quack-gated", "2048x14336x4096", 1),
+        ("quack-gated", "8192x14336x4096", 1),
     )
 )

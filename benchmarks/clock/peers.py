@@ -4,13 +4,16 @@
 The process believes that it has the chip (stand_in.py). The packages are in `.peers` (`make peers`).
 """
 
+import importlib
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 BF16 = torch.bfloat16
 LATENT, ROPE = 512, 64
+PAGE = 128
 # Compiles and launches.
 Run = Callable[[], None]
 
@@ -42,12 +45,12 @@ def flops(operator: str, row: str) -> float:
         case "flash":
             one = sizes(ATTENTION, row)
             return 4.0 * one["length"] ** 2 * one["dim"] * one["heads"] * one["batch"] / (1 + one["causal"])
-        case "flash-mla":
+        case "flash-mla" | "cutlass-mla-fp8":
             one = sizes(MLA, row)
             return 2.0 * one["batch"] * one["heads"] * one["length"] * (2 * LATENT + ROPE)
-        case "quack-gemm":
+        case "quack-gemm" | "quack-gated":
             one = sizes(GEMM, row)
-            return 2.0 * one["m"] * one["n"] * one["k"]
+            return 2.0 * (1 + (operator == "quack-gated")) * one["m"] * one["n"] * one["k"]
     raise KeyError(operator)
 
 
@@ -81,4 +84,88 @@ def quack_gemm(row: str) -> Run:
     return lambda: gemm_tuned.fn(a, b.mT, out, config=default_config(a.device))
 
 
-RUNS = {"flash": flash, "flash-mla": flash_mla, "quack-gemm": quack_gemm}
+def quack_gated(row: str) -> Run:
+    """Quack's product with SwiGLU, gate and up rows alternating, with the configuration that it takes without tuning.
+
+    None of those that it tries for gated products swaps its operands.
+    """
+    from quack.gemm_interface import gemm_gated
+
+    one = sizes(GEMM, row)
+    x, weight, out = (
+        torch.zeros(shape, dtype=BF16)
+        for shape in ((one["m"], one["k"]), (2 * one["n"], one["k"]), (one["m"], one["n"]))
+    )
+    return lambda: gemm_gated(x, weight.mT, activation="swiglu", postact_out=out, store_preact=False, tuned=False)
+
+
+def cutlass_mla_fp8(row: str) -> Run:
+    """CUTLASS's example of latent attention in e4m3, by pairs of CTAs, with pages of 128 and its script's options.
+
+    Queries and outputs are e4m3 as well. It splits keys only where a pair has 128 heads.
+    """
+    import cutlass
+    from cuda.bindings.driver import CUstream
+    from cutlass import cute
+    from cutlass.cute.runtime import from_dlpack
+
+    kernel = importlib.import_module("cute.blackwell.kernel.attention.mla.mla_decode_fp8")
+    one = sizes(MLA, row)
+    heads, batch, pages = one["heads"], one["batch"], one["length"] // PAGE
+    clusters = torch.cuda.get_device_properties(0).multi_processor_count // 2
+    tile = (128, 128)
+    splits = (
+        1
+        if heads < tile[0]
+        else kernel.BlackwellMultiHeadLatentAttentionForwardFP8.get_split_kv(
+            batch, 1, one["length"], tile, 2 * clusters
+        )
+    )
+    assert splits == 1, f"{row}: a workspace for {splits} splits"
+
+    def e4m3(*shape: int, order: tuple[int, ...], stride_order: tuple[int, ...]) -> Any:
+        view = from_dlpack(torch.zeros(shape, dtype=torch.uint8).permute(order), assumed_align=16)
+        view.element_type = cutlass.Float8E4M3FN
+        view = view.mark_layout_dynamic(leading_dim=1)
+        return view.mark_compact_shape_dynamic(mode=1, stride_order=stride_order, divisibility=16)
+
+    of_heads = {"order": (2, 3, 1, 0), "stride_order": (3, 2, 0, 1)}
+    of_pages = {"order": (1, 2, 0), "stride_order": (2, 0, 1)}
+    q, q_rope, out = (e4m3(batch, 1, heads, width, **of_heads) for width in (LATENT, ROPE, LATENT))
+    keys, keys_rope = (e4m3(batch * pages, PAGE, width, **of_pages) for width in (LATENT, ROPE))
+    table = torch.arange(batch * pages, dtype=torch.int32).view(batch, pages).permute(1, 0)
+    lengths = torch.full((batch,), one["length"], dtype=torch.int32)
+    lse = torch.zeros(batch, 1, heads).permute(2, 1, 0)
+    operands = (
+        q,
+        q_rope,
+        keys,
+        keys_rope,
+        from_dlpack(table, assumed_align=16).mark_layout_dynamic(leading_dim=0),
+        out,
+        from_dlpack(lse, assumed_align=16).mark_layout_dynamic(leading_dim=0),
+        None,
+        splits,
+        from_dlpack(lengths, assumed_align=16).mark_layout_dynamic(),
+        None,
+        192**-0.5,
+        1.0,
+        CUstream(torch.cuda.current_stream().cuda_stream),
+    )
+    made = kernel.BlackwellMultiHeadLatentAttentionForwardFP8(
+        cutlass.Float32, cutlass.Float32, tile, (128, 256), clusters, PAGE, 0.0, True, True, False
+    )
+    return lambda: cute.compile(made, *operands, options="--opt-level 2")(*operands)
+
+
+RUNS = {
+    "flash": flash,
+    "flash-mla": flash_mla,
+    "cutlass-mla-fp8": cutlass_mla_fp8,
+    "quack-gemm": quack_gemm,
+    "quack-gated": quack_gated,
+}
+# In which the emulator finds data races: warps exchange row maxima through one buffer without a second barrier.
+FAULTY = frozenset({"cutlass-mla-fp8"})
+# Of CUTLASS's examples.
+OF_EXAMPLES = frozenset({"cutlass-mla-fp8"})

@@ -76,6 +76,14 @@ def gemm(row: str, target: Target) -> Run:
     return product(Problem(m=one["m"], n=one["n"], k=one["k"], gated=False), target)
 
 
+def gated(row: str, target: Target) -> Run:
+    """The gate and up projections of a row of quack's."""
+    from ..linear.problems import Problem
+
+    one = sizes(GEMM, row)
+    return product(Problem(m=one["m"], n=one["n"], k=one["k"]), target)
+
+
 def product(problem: Any, target: Target) -> Run:
     from dsl_backend.gemm import host
     from dsl_backend.gemm.args import GemmOperands
@@ -146,7 +154,15 @@ def flash_mla(row: str, target: Target) -> Run:
     return attended(problem, problem.spec, target)
 
 
-def attended(problem: Any, spec: AttentionSpec, target: Target) -> Run:
+def mla_fp8(row: str, target: Target) -> Run:
+    """The same over an e4m3 cache, with products in 8 bits; queries and outputs are bfloat16."""
+    one = sizes(MLA, row)
+    lengths = [one["length"]] * one["batch"]
+    problem = problems.latent(one["heads"], [1] * one["batch"], lengths, page_size=128, kv_dtype=torch.float8_e4m3fn)
+    return attended(problem, problem.spec, target, "cute-fp8")
+
+
+def attended(problem: Any, spec: AttentionSpec, target: Target, kernel: str = "cute") -> Run:
     from dsl_backend.attention import api
     from dsl_backend.attention.plan import Planner
 
@@ -162,10 +178,11 @@ def attended(problem: Any, spec: AttentionSpec, target: Target) -> Run:
         )
     )
     keys, values = inputs.split(problem, cache)
+    scale = torch.ones(1) if spec.is_fp8_kv else None
 
     def run() -> None:
-        plan = Planner(spec, target, Zeroed(CPU), "cute").plan(given.batch)
-        api.run(plan, q, keys, values, out=out)
+        plan = Planner(spec, target, Zeroed(CPU), kernel).plan(given.batch)
+        api.run(plan, q, keys, values, out=out, k_scale=scale, v_scale=scale)
 
     return run
 
@@ -188,7 +205,13 @@ OURS: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
 )
 # This package's kernels for the shapes of others' rows.
 BESIDE: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
-    {"flash": flash, "flash-mla": flash_mla, "quack-gemm": gemm}
+    {
+        "flash": flash,
+        "flash-mla": flash_mla,
+        "cutlass-mla-fp8": mla_fp8,
+        "quack-gemm": gemm,
+        "quack-gated": gated,
+    }
 )
 
 

@@ -17,6 +17,7 @@ import torch
 
 # Where `make peers` installs them (tools/setup_peers.py).
 PEERS = Path(__file__).resolve().parents[2] / os.environ.get("PEERS", ".peers")
+EXAMPLES = "cutlass_examples"  # in it, those of CUTLASS, which may be missing
 SMS = 4
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
 
@@ -26,7 +27,7 @@ def ready(peers: Path) -> None:
     # Compiled functions on disk would come without their PTX, and from another version.
     os.environ.update(QUACK_CACHE_ENABLED="0", FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED="0")
     # Last, so that it adds packages to the environment and hides none of them.
-    sys.path.append(str(peers))
+    sys.path += [str(peers), str(peers / EXAMPLES)]
     # Outputs begin as NaN: memory that a call before has filled would hide what this one leaves out.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

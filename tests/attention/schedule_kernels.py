@@ -125,19 +125,17 @@ class BalancedSchedule:
         key,
         tokens_per_tile: int,
         tile_n: int,
-        min_split_tiles: int,
+        rule: SplitRule,
         cluster: int = 1,
         pair_row_tiles: bool = False,
         row_group: int = 0,
         row_group_iters: int = 100,
-        short_splits: bool = False,
-        idle_eighths: int = 0,
         kept_chunks: int = 1,
     ):
-        self.idle_eighths, self.kept_chunks = idle_eighths, kept_chunks
+        self.rule, self.kept_chunks = rule, kept_chunks
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
-        self.row_group, self.row_group_iters, self.short_splits = row_group, row_group_iters, short_splits
-        self.min_split_tiles, self.cluster, self.pair_row_tiles = min_split_tiles, cluster, pair_row_tiles
+        self.row_group, self.row_group_iters = row_group, row_group_iters
+        self.cluster, self.pair_row_tiles = cluster, pair_row_tiles
 
     @cute.jit
     def __call__(
@@ -168,7 +166,7 @@ class BalancedSchedule:
             self.tile_n,
             requests,
             split_ranges,
-            SplitRule(min_tiles=self.min_split_tiles, short_splits=self.short_splits, idle_eighths=self.idle_eighths),
+            self.rule,
             self.cluster,
             pair_row_tiles=self.pair_row_tiles,
             row_groups=self.row_group > 0,

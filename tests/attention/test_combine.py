@@ -3,9 +3,12 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dsl_backend.attention.cute import combine
 from dsl_backend.attention.cute.combine import (
     CTA_TASK,
     CTAS_PER_SM,
@@ -16,14 +19,19 @@ from dsl_backend.attention.cute.combine import (
     WARPS,
     SplitKVCombine,
 )
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.scheduler.balanced import COMBINE_TILES, MAX_SPLITS_BELOW_MIN
 from dsl_backend.attention.cute.sm90 import dense_kernel
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import SplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
+from emulator.errors import EmulatorError
 from tests.attention.emulated import emulate, scratch
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 
 TILE = 16  # keys
 
@@ -81,6 +89,45 @@ def test_warps_combine_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a size that no other test has: a compiled kernel would be found by its key.
     case = Case(q_lens=(1,), kv_lens=(30 * splits * TILE,), heads=(rows, 1), dim=192)
     assert splits_of(case, splits)[0] == splits
+
+
+# Of sizes that no other test has, as above; 208 columns are two blocks, of which the second is not full.
+WHOLE_ROWS = Case(q_lens=(1, 2, 1), kv_lens=(6 * TILE, 11 * TILE, 10 * TILE - 1), heads=(6, 2), dim=208, sinks=True)
+
+
+def compiled_anew(key: Any, target: Target) -> Any:
+    """Not from a cache, which has kernels of other source."""
+    return toolkit.compiled(dense_kernel.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+
+
+def whole_rows(monkeypatch: pytest.MonkeyPatch, index: int = 0) -> list[int]:
+    """Splits of output tiles where a warp combines rows that have two."""
+    monkeypatch.setattr(dense_kernel, "SplitKVCombine", partial(SplitKVCombine, whole_rows=True))
+    return splits_of(WHOLE_ROWS, 13, index)
+
+
+def test_rows_of_two_splits_are_combined_by_a_warp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside output tiles of more splits."""
+    splits = whole_rows(monkeypatch)
+    assert 2 in splits
+    assert max(splits) > 2
+
+
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ("tasks = 1 if split_range.num_splits == 2", "tasks = 0 if split_range.num_splits == 2"),
+        ("acc_O[j] = fma(partial_O[j, block, 0], first_scale,", "acc_O[j] = fma(partial_O[j, block, 0], second_scale,"),
+        ("row_sum = fma(first_sum, first_scale,", "row_sum = fma(first_sum, second_scale,"),
+        ("load_vector(self.partials.iterator, offset + column, partial_O[None, block, split])", "pass"),
+    ],
+)
+def test_mistakes_in_rows_of_two_splits(said: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = spoilt(Mistake(wrong, combine, said, wrong), tmp_path)
+    spoil_methods(combine.CombineThread, module, monkeypatch)
+    monkeypatch.setattr(SplitKV, "build", staticmethod(compiled_anew))
+    with pytest.raises((AssertionError, EmulatorError)):
+        whole_rows(monkeypatch)
 
 
 @pytest.mark.parametrize("sms", [1, 2])

@@ -4,7 +4,7 @@
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
 from dsl_backend.attention.cute.scheduler import balanced, clc, persistent
-from dsl_backend.attention.cute.scheduler.balanced import SplitRange
+from dsl_backend.attention.cute.scheduler.balanced import SplitRange, SplitRule
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS, NOT_SPLIT, WorkTile
 from dsl_backend.attention.cute.score_mod import ScoreModKey
 from dsl_backend.attention.cute.tiles import LayerKey
@@ -263,6 +263,7 @@ def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MIN_SPLIT_TILES = 2
+RULE = SplitRule(min_tiles=MIN_SPLIT_TILES)
 DECODES = {
     "equal": [90] * 6,
     "long": [40 * TILE, 1, 900, 16, 17, 300, 33],
@@ -297,9 +298,7 @@ def balanced_schedule(
     pair_row_tiles: bool = False,
     row_group: int = 0,
     row_group_iters: int = 100,
-    min_split_tiles: int = MIN_SPLIT_TILES,
-    short_splits: bool = False,
-    idle_eighths: int = 0,
+    rule: SplitRule = RULE,
     kept_chunks: int = 1,
 ) -> tuple[list[list[WorkTile]], list[SplitRange]]:
     """(work tiles of each CTA, split range of each CTA) for requests of `lengths` keys.
@@ -313,8 +312,7 @@ def balanced_schedule(
     split_ranges = torch.full((num_ctas, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
     recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
-        options = (tokens, TILE, min_split_tiles, cluster, pair_row_tiles, row_group, row_group_iters, short_splits)
-        options = (*options, idle_eighths, kept_chunks)
+        options = (tokens, TILE, rule, cluster, pair_row_tiles, row_group, row_group_iters, kept_chunks)
         call(BalancedSchedule, (key_of(split=True), *options), (starts, keys, split_ranges, recorded))
     found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
     found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
@@ -345,7 +343,7 @@ def test_short_splits(tiles: int, short_splits: bool, least: int) -> None:
     """A split has sqrt(tiles / 8) key tiles at least, rounded, where its rows' partial results are more than a tile."""
     lengths, rows = [tiles * TILE], 32
     found, split_ranges = balanced_schedule(
-        lengths, HEADS * tiles, tokens=rows, min_split_tiles=4, short_splits=short_splits
+        lengths, HEADS * tiles, tokens=rows, rule=SplitRule(min_tiles=4, short_splits=short_splits)
     )
     assert split_ranges[0].num_splits == -(-tiles // least)
     assert_balanced(found, split_ranges, lengths, [1], rows)
@@ -506,10 +504,34 @@ def test_mistakes_in_kept_lengths(mistake: Mistake, tmp_path: Path, monkeypatch:
 def test_idle_ctas(idle_eighths: int) -> None:
     """An eighth of the CTAs is idle, or none: output tiles are whole, or split."""
     lengths, num_ctas = [40 * TILE] * 8, 9
-    found, split_ranges = balanced_schedule(lengths, num_ctas, idle_eighths=idle_eighths)
+    found, split_ranges = balanced_schedule(lengths, num_ctas, rule=replace(RULE, idle_eighths=idle_eighths))
     assert_balanced(found, split_ranges, lengths, [1] * len(lengths))
     assert sum(not works for works in found) == idle_eighths
     assert any(split_range.num_splits for split_range in split_ranges) == (idle_eighths == 0)
+
+
+EVEN = {"alike": ([40] * 3, 13), "one is short": ([40] * 9 + [15], 41)}  # key tiles of each request; CTAs
+
+
+@pytest.mark.parametrize("even_splits", [False, True])
+@pytest.mark.parametrize("name", EVEN)
+def test_even_splits(name: str, even_splits: bool) -> None:
+    """Each CTA has a part of one output tile: half of the longest one's key tiles at most."""
+    tiles, num_ctas = EVEN[name]
+    lengths = [TILE * count for count in tiles]
+    found, split_ranges = balanced_schedule(lengths, num_ctas, rule=replace(RULE, even_splits=even_splits))
+    assert_balanced(found, split_ranges, lengths, [1] * len(lengths))
+    assert (max(len(works) for works in found) == 1) == even_splits
+    if even_splits:
+        assert [len(works) for works in found].count(1) == HEADS * sum(-(-count // 20) for count in tiles)
+
+
+def test_even_splits_are_not_made_where_they_cost_more() -> None:
+    """Ten output tiles on 19 CTAs would have one CTA each, with nearly twice an even share."""
+    lengths = [40 * TILE] * 5
+    found, split_ranges = balanced_schedule(lengths, 19, rule=replace(RULE, even_splits=True))
+    assert_balanced(found, split_ranges, lengths, [1] * len(lengths))
+    assert all(found)
 
 
 def assert_balanced(

@@ -62,7 +62,9 @@ def test_a_published_figure_stays_within_its_error():
         ("flash", "hd128-h16-4x8k", 4 * 8192**2 * 128 * 16 * 4),
         ("flash", "hd128-h16-4x8k-causal", 2 * 8192**2 * 128 * 16 * 4),
         ("flash-mla", "h128-b2-k4k", 2 * 2 * 128 * 4096 * (576 + 512)),
+        ("cutlass-mla-fp8", "h128-b2-k4k", 2 * 2 * 128 * 4096 * (576 + 512)),
         ("quack-gemm", "4096x512x64", 2 * 4096 * 512 * 64),
+        ("quack-gated", "4096x512x64", 2 * 2 * 4096 * 512 * 64),
     ],
 )
 def test_operations_are_counted_as_publishers_count_them(operator, row, right):

@@ -78,6 +78,7 @@ class SplitKVCombine:
         many_rows: output tiles of many rows have more tasks than there are CTAs, and warps then combine more splits;
             fixed splits in tasks of 128 columns, of which a quarter as many splits are in flight.
         by_tasks: the kernel itself decides the columns of a task of fixed splits, by how many tasks there may be.
+        whole_rows: of an output tile with two splits, a warp's task is a row.
     """
 
     def __init__(
@@ -88,8 +89,9 @@ class SplitKVCombine:
         many_rows: bool = False,
         early_dependents: bool = False,
         by_tasks: bool = False,
+        whole_rows: bool = False,
     ) -> None:
-        self.early_dependents = early_dependents
+        self.early_dependents, self.whole_rows = early_dependents, whole_rows
         self.key, self.columns, self.ctas_per_sm, self.many_rows = key, columns, ctas_per_sm, many_rows
         self.wide_vector = 4 if columns > 2 * WARP else 2
         self.vector = 1 if key.tiles_per_split and (by_tasks or not many_rows) else self.wide_vector
@@ -157,7 +159,7 @@ class CombineThread:
     ) -> None:
         self.key, self.columns = combine.key, combine.columns
         self.vector, self.wide_vector = combine.vector, combine.wide_vector
-        self.early_dependents = combine.early_dependents
+        self.early_dependents, self.whole_rows = combine.early_dependents, combine.whole_rows
         self.column_blocks, self.many_rows = combine.column_blocks, combine.many_rows
         self.out, self.lse, self.partials = outputs.out, outputs.lse, cast("cute.Tensor", outputs.partials)
         self.requests, self.scoring = requests, scoring
@@ -199,11 +201,19 @@ class CombineThread:
             few = (
                 warp_range.num_splits > 0
                 and not self.is_for_cta(warp_range)
-                and warp_task < warp_range.num_rows * self.column_blocks
+                and warp_task < warp_range.num_rows * self.warp_tasks_of_row(warp_range)
             )
             many, few = cute.arch.vote_ballot_sync(many), cute.arch.vote_ballot_sync(few)
             self.combine_tasks(split_ranges, warp_source, warp_task, few, False)
             self.combine_tasks(split_ranges, cta_source, cta_task, many, True)
+
+    @cute.jit
+    def warp_tasks_of_row(self, split_range: SplitRange):
+        """Tasks of a row that are for warps."""
+        tasks = self.column_blocks
+        if cutlass.const_expr(self.whole_rows):
+            tasks = 1 if split_range.num_splits == 2 else self.column_blocks
+        return tasks
 
     @cute.jit
     def is_for_cta(self, split_range: SplitRange):
@@ -255,6 +265,11 @@ class CombineThread:
             num_splits, q_offset, head_block, _ = self.split_range(split_ranges, source)
             if cutlass.const_expr(by_cta):
                 self.combine_by_cta(source, num_splits, q_offset, head_block, task)
+            elif cutlass.const_expr(self.whole_rows):
+                if num_splits == 2:
+                    self.combine_row(source, q_offset, head_block, task)
+                else:
+                    self.combine_by_warp(source, num_splits, q_offset, head_block, task)
             else:
                 self.combine_by_warp(source, num_splits, q_offset, head_block, task)
             lanes &= lanes - 1
@@ -411,6 +426,34 @@ class CombineThread:
         row, column = task // self.column_blocks, self.column(task)
         row_max, row_sum, acc_O = self.accumulate(source, row, column, num_splits, 0, 1)
         self.store(acc_O, row_max, row_sum, q_offset, head_block, row, column)
+
+    @cute.jit
+    def combine_row(
+        self, source: cutlass.Int32, q_offset: cutlass.Int32, head_block: cutlass.Int32, row: cutlass.Int32
+    ):
+        """Both splits of a row by one warp. What it loads is in flight together."""
+        partial_O = cute.make_rmem_tensor((self.vector, self.column_blocks, 2), cutlass.Float32)
+        stats = []
+        for split in cutlass.range_constexpr(2):
+            offset = self.partial_offset(source, split) + row * self.columns
+            for block in cutlass.range_constexpr(self.column_blocks):
+                column = (block * WARP + self.lane) * self.vector
+                if column < self.columns:
+                    load_vector(self.partials.iterator, offset + column, partial_O[None, block, split])
+            row_stats = self.partials.iterator + (self.partial_rows * self.columns + row)
+            row_stats += self.partial_offset(source, split)
+            pointers = (row_stats, row_stats + self.partial_rows)
+            stats.append([cute.make_tensor(pointer, cute.make_layout(1))[0] for pointer in pointers])
+        (first_max, first_sum), (second_max, second_sum) = stats
+        row_max = cute.arch.fmax(first_max, second_max)
+        first_scale, second_scale = combine_scales(first_max, second_max, row_max)
+        row_sum = fma(first_sum, first_scale, second_sum * second_scale)
+        for block in cutlass.range_constexpr(self.column_blocks):
+            acc_O = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+            for j in cutlass.range_constexpr(self.vector):
+                acc_O[j] = fma(partial_O[j, block, 0], first_scale, partial_O[j, block, 1] * second_scale)
+            column = (block * WARP + self.lane) * self.vector
+            self.store(acc_O, row_max, row_sum, q_offset, head_block, row, column)
 
     @cute.jit
     def combine_by_cta(

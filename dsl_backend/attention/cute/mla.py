@@ -220,6 +220,7 @@ class TiledMla:
                     short_splits=config.short_splits,
                     combine_tiles=COMBINE_TILES_MLA,
                     idle_eighths=config.idle_eighths,
+                    even_splits=config.even_splits,
                 ),
                 config.cluster,
                 pair_row_tiles=True,

@@ -74,6 +74,11 @@ class MlaTileConfig:
         return 0
 
     @property
+    def even_splits(self) -> bool:
+        """Whether CTAs may be idle so that each of the others has a part of one output tile only."""
+        return False
+
+    @property
     def kept_chunks(self) -> int:
         """Of 32 requests, whose lengths the tile scheduler loads at once and keeps."""
         return 1

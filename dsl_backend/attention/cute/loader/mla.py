@@ -91,11 +91,15 @@ class MlaLoadWarp(LoadWarp):
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
+        self.wait_for_peers(tiles)
+
+    @cute.jit
+    def wait_for_peers(self, count: cutlass.Int32):
+        """Wait until the peers' MMAs have read all `count` tiles: they signal mbarriers of this CTA."""
         if cutlass.const_expr(self.waits_for_peers):
-            # The peers' MMAs signal mbarriers of this CTA, which must not exit before.
             for stage in cutlass.range(self.stages, unroll=1):
                 for part in cutlass.range_constexpr(len(self.parts)):
-                    self.wait_empty(tiles + stage, part)
+                    self.wait_empty(count + stage, part)
 
     @cute.jit
     def wait_empty(self, count: cutlass.Int32, part: cutlass.Constexpr[int]):

@@ -154,12 +154,20 @@ class SplitRule:
         combine_tiles: COMBINE_TILES or COMBINE_TILES_MLA.
         idle_eighths: of the clusters, eighths that may be idle while memory is what the others wait for: without them
             these have a larger share of its rate.
+        even_splits: output tiles may have a whole number of CTAs each, where that costs less than partial results.
     """
 
     min_tiles: int
     short_splits: bool = False
     combine_tiles: int = COMBINE_TILES
     idle_eighths: int = 0
+    even_splits: bool = False
+
+
+def even_split_iters(most_key_tiles: cutlass.Int32, num_tiles: cutlass.Int32, num_ctas: cutlass.Int32):
+    """(CTAs of each output tile, iterations of each CTA), where every output tile has as many CTAs as the others."""
+    splits = quotient(num_ctas, num_tiles)
+    return splits, quotient(most_key_tiles + splits - 1, splits)
 
 
 class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
@@ -557,6 +565,10 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         if self.splits_cost_more(unsplit_iters, iters_per_cta, most_key_tiles, num_tiles, num_ctas):
             # Combining would cost more than the time that CTAs with shorter output tiles, or with none, are idle.
             total_iters, iters_per_cta, min_tile_iters = num_tiles * most_key_tiles, unsplit_iters, most_key_tiles
+        elif self.even_splits_suffice(iters_per_cta, most_key_tiles, num_tiles, num_ctas):
+            splits, iters_per_cta = even_split_iters(most_key_tiles, num_tiles, num_ctas)
+            min_tile_iters = splits * iters_per_cta
+            total_iters = num_tiles * min_tile_iters
         elif fewest_key_tiles < cutlass.min(iters_per_cta, most_key_tiles):
             overhead_iters = cutlass.Int32(OVERHEAD_ITERS)
             total_iters += row_tiles * overhead_iters
@@ -612,6 +624,25 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         if cutlass.const_expr(self.rule.idle_eighths > 0):
             unsplit_iters -= unsplit_iters * self.rule.idle_eighths // 8
         return unsplit_iters <= iters_per_cta + self.rule.combine_tiles + self.key_tiles_of_partials()
+
+    @cute.jit
+    def even_splits_suffice(
+        self,
+        iters_per_cta: cutlass.Int32,
+        most_key_tiles: cutlass.Int32,
+        num_tiles: cutlass.Int32,
+        num_ctas: cutlass.Int32,
+    ):
+        """Whether every output tile is to have as many CTAs as the others, so that none has parts of two.
+
+        CTAs are left over, but each of the others leaves one partial result in place of two.
+        """
+        suffice = cutlass.Boolean(False)
+        if cutlass.const_expr(self.rule.even_splits):
+            if num_tiles > 0 and num_tiles <= num_ctas:
+                even_iters = even_split_iters(most_key_tiles, num_tiles, num_ctas)[1]
+                suffice = even_iters >= iters_per_cta and self.combining_costs_more(even_iters, iters_per_cta)
+        return suffice
 
     @cute.jit
     def key_tiles_of_partials(self):

@@ -28,6 +28,10 @@ class MlaConfig(MlaTileConfig):
         return 4
 
     @property
+    def even_splits(self) -> bool:
+        return True
+
+    @property
     def threads(self) -> int:
         return DEQUANT_WARP * WARP + (WARPGROUP if self.dequant_stages else 0)
 
@@ -70,6 +74,10 @@ class TwoCtaMlaConfig(MlaConfig):
     def idle_eighths(self) -> int:
         """One: MMAs of a key tile take 2176 cycles, its share of a B200's memory 2803 where all SMs are at work."""
         return 1
+
+    @property
+    def even_splits(self) -> bool:
+        return False
 
     def tmem_columns(self, spec: AttentionSpec) -> int:
         """Columns of tensor memory, where a row is cut in two: half of those of S and O."""

@@ -12,7 +12,6 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.fp8_smem import fp8_atom, fp8_tensors
-from dsl_backend.attention.cute.loader.mla import MlaKeyLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
@@ -26,6 +25,7 @@ from dsl_backend.attention.cute.sm100.mla_configs import LOAD_WARP, MMA_WARP, RO
 from dsl_backend.attention.cute.sm100.mla_fp8_configs import Q_SCALE_STAGES, QUERY_WARP
 from dsl_backend.attention.cute.sm100.mla_fp8_softmax import Fp8MlaSoftmaxWarps, QueryWarps
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
+from dsl_backend.attention.cute.sm100.mla_load import PagesAheadMlaKeyLoadWarp
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.primitives import dependent_launch
 
@@ -98,7 +98,7 @@ class Fp8MlaForward(MlaForward):
         if warp == MMA_WARP:
             MlaMmaWarp(self, work_pipeline, mmas, barriers, tmem_base, sQ, sK, sV, sP[None, None, 0]).run()
         if warp == LOAD_WARP:
-            MlaKeyLoadWarp(self, work_pipeline, barriers, loads, sQ, sK_bytes, requests).run()
+            PagesAheadMlaKeyLoadWarp(self, work_pipeline, barriers, loads, sQ, sK_bytes, requests).run()
         if warp == SCHEDULER_WARP:
             self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         if warp >= QUERY_WARP:

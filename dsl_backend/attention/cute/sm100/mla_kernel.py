@@ -15,7 +15,6 @@ from cutlass.utils import blackwell_helpers
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
-from dsl_backend.attention.cute.loader.mla import MlaLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla import MlaKey, TiledMla
 from dsl_backend.attention.cute.mla_configs import ROWS
@@ -32,6 +31,7 @@ from dsl_backend.attention.cute.sm100.mla_configs import (
     ROW_STATS,
     SCHEDULER_WARP,
 )
+from dsl_backend.attention.cute.sm100.mla_load import PagesAhead
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.attention.cute.sm100.mla_softmax import MlaSoftmaxWarps
 from dsl_backend.primitives import dependent_launch
@@ -71,7 +71,7 @@ class MlaForward(TiledMla):
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.dims_v)
+            combine = SplitKVCombine(key, self.dims_v, whole_rows=True)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
@@ -140,7 +140,7 @@ class MlaForward(TiledMla):
         if warp == MMA_WARP:
             MlaMmaWarp(self, work_pipeline, mmas, barriers, tmem_base, sQ, sK, sV, sP).run()
         if warp == LOAD_WARP:
-            MlaLoadWarp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, requests).run()
+            PagesAhead(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, requests).run()
         if warp == SCHEDULER_WARP:
             self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         if cutlass.const_expr(self.key.kv.fp8):

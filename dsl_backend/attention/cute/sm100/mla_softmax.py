@@ -366,16 +366,17 @@ class MlaSoftmaxWarps:
                 if self.column == 0 and m < work.num_rows:
                     mLSE[work.q_offset + m // self.key.pack_gqa, self.rows.head(work, row)] = lse
         self.share_stat(out_scales, OUT_SCALE)
-        for dv_tile in cutlass.range_constexpr(self.kernel.dims_v // DV_TILE):
-            for first in cutlass.range(0, work.num_rows, O_ROWS, unroll=1):
+        for first in cutlass.range(0, work.num_rows, O_ROWS, unroll=1):
+            offsets = [self.out_offset(work, first + j) for j in range(O_ROWS)]
+            for dv_tile in cutlass.range_constexpr(self.kernel.dims_v // DV_TILE):
                 acc_O = self.load_o(o_offset(self.kernel, dv_tile) + first, first, OUT_SCALE)
                 for j in cutlass.range_constexpr(O_ROWS):
-                    m = first + j
-                    if m < work.num_rows:
-                        token, head = (
-                            work.q_offset + m // self.key.pack_gqa,
-                            work.head_block * self.key.pack_gqa + m % self.key.pack_gqa,
-                        )
-                        offset = cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1]
-                        target = self.out.iterator + (offset + dv_tile * DV_TILE + self.thread)
+                    if first + j < work.num_rows:
+                        target = self.out.iterator + (offsets[j] + dv_tile * DV_TILE)
                         cute.make_tensor(target, cute.make_layout(1))[0] = acc_O[j].to(self.kernel.dtype)
+
+    def out_offset(self, work: WorkTile, row: cutlass.Int32) -> cutlass.Int64:
+        """Of the thread's first column in a row of the output, in elements."""
+        token = work.q_offset + row // self.key.pack_gqa
+        head = work.head_block * self.key.pack_gqa + row % self.key.pack_gqa
+        return cutlass.Int64(token) * self.out.stride[0] + head * self.out.stride[1] + self.thread
