@@ -123,9 +123,9 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class HostLengths:
-    """Upper bounds of each request's lengths, for a caller that has them on the host anyway.
+    """Each request's lengths as far as the host knows them, for a caller that has them there anyway.
 
-    They are for estimates alone: results are right for every batch within the batch's own bounds.
+    They are for estimates alone: results are right for every batch within the batch's bounds.
 
     Attributes:
         queries, keys: [requests]; keys include those of this step's queries.
@@ -152,8 +152,8 @@ class Batch:
         block_table: [requests, pages] int32, where keys are paged. Entries past a request's length are not read.
         kv_start_loc: [requests + 1] int32, where keys are packed.
         causal: [requests] bool or int32 (0 or 1), with Causality.PER_REQUEST.
-        host_lengths: where the host has bounds of each request, which choose among kernels better than the bounds of
-            all do. None in a batch that stands for others, as that of a captured graph does.
+        host_lengths: where the host knows each request's lengths, by which launches are chosen better than by bounds.
+            None in a batch that stands for others, as that of a captured graph does.
     """
 
     query_start_loc: torch.Tensor

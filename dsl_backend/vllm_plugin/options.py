@@ -59,7 +59,7 @@ class Options(BaseModel):
     rope: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
     # Off until it is measured on a GPU.
-    launches_by_lengths: bool = False
+    launches_by_lengths: Annotated[bool, Field(strict=True)] = False
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
     mla_latent_queries: Annotated[int, Field(strict=True, gt=0)] = 512
