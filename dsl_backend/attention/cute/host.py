@@ -348,6 +348,7 @@ class DenseKernel(LayerKernel):
             columns=self.columns,
             num_ctas=self.num_ctas,
             pairs=getattr(self.config, "pair_row_tiles", False),
+            exact_pairs=getattr(self.config, "exact_pairs", False),
             claims_ahead=not getattr(self.config, "late_claims", False),
         )
 

@@ -106,6 +106,10 @@ class Estimate:
         row_tiles = -(-served.queries // tiling.tokens)
         if tiling.pairs and self.spec.causality is Causality.CAUSAL and self.spec.window_left is None:
             iters = key_tiles(self.spec, served, tiling).sum()
+            if not tiling.exact_pairs:
+                # A row tile without a partner counts twice.
+                alone = (row_tiles > 1) & (row_tiles % 2 > 0)
+                iters += request_tiles(self.spec, served, tiling)[alone].sum()
         else:
             iters = (row_tiles * request_tiles(self.spec, served, tiling)).sum()
         iters = int(iters) * tiling.head_blocks
