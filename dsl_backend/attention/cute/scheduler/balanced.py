@@ -389,7 +389,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         overhead_iters = share.partition.overhead_iters
         while iter_idx < cutlass.min(chunk_end, cta_end):
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(request_end <= iter_idx))
-            own = from_lane(tiles, owner)
+            own = self.own_tiles(tiles, owner)
             own_end, request = cute.arch.shuffle_sync(request_end, owner), chunk * WARP + owner
             tile_iters, offset, key_tiles, head_block, token = self.output_tile_at(
                 own, request, own_end, iter_idx, share, paired
@@ -417,6 +417,12 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                     num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
             iter_idx += own_iters
         return iter_idx, num_produced, num_splits
+
+    def own_tiles(self, tiles: RequestTiles, owner: cutlass.Int32) -> RequestTiles:
+        """The RequestTiles of a lane, in all lanes."""
+        if self.exact_pairs:
+            return from_lane(tiles, owner)
+        return RequestTiles(*(cute.arch.shuffle_sync(value, owner) for value in tiles[:-1]), cutlass.Int32(0))
 
     @cute.jit
     def share(self, cta: cutlass.Int32, num_clusters: cutlass.Int32, partition: Partition):
@@ -512,9 +518,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         num_groups = self.num_groups(tiles.num_tiles, partition.row_group)
         middle_iters = self.middle_iters(tiles, partition)
         request_iter = iter_idx - (request_end - num_groups * tile_iters - self.head_blocks * middle_iters)
-        tiles_per_head_block = tiles.num_tiles // self.head_blocks
-        head_block, row_tile, key_tiles = cutlass.Int32(0), cutlass.Int32(0), tiles.key_tiles
         if cutlass.const_expr(self.exact_pairs):
+            key_tiles, tiles_per_head_block = tiles.key_tiles, tiles.num_tiles // self.head_blocks
             head_block_iters = tiles_per_head_block * tile_iters + middle_iters
             head_block = quotient(request_iter, head_block_iters)
             head_block_iter = request_iter - head_block * head_block_iters
@@ -528,7 +533,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             offset = request_iter - tile_idx * tile_iters
             if cutlass.const_expr(self.row_groups):
                 tile_idx = tile_idx * partition.row_group + share.group_rank
-            head_block = tile_idx
+            tiles_per_head_block = tiles.num_tiles // self.head_blocks
+            head_block, row_tile, key_tiles = tile_idx, cutlass.Int32(0), tiles.key_tiles
             if tiles_per_head_block > 1:
                 head_block = quotient(tile_idx, tiles_per_head_block)
                 row_tile = tile_idx - head_block * tiles_per_head_block
