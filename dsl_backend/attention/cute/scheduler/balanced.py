@@ -422,8 +422,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         """The RequestTiles of a lane, in all lanes."""
         if self.exact_pairs:
             return from_lane(tiles, owner)
-        shuffled = [cute.arch.shuffle_sync(value, owner) for value in tiles[:-1]]
-        return RequestTiles(*shuffled, middle_tiles=cutlass.Int32(0))
+        own = [cute.arch.shuffle_sync(value, owner) for value in tiles[:-1]]
+        return RequestTiles._make([*own, cutlass.Int32(0)])
 
     @cute.jit
     def share(self, cta: cutlass.Int32, num_clusters: cutlass.Int32, partition: Partition):
