@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Query tiles that SM90's prefill claims late: when a CTA has nearly loaded the tile before."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dsl_backend.attention.cute.sm90.dense_host import Prefill, SplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.compile import forget
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import emulate, scratch
@@ -64,10 +66,20 @@ MISTAKES = (
 )
 
 
+@pytest.fixture
+def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels are compiled for the test, and nothing is left of them."""
+    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
+    forget()
+    function_of.cache_clear()
+    yield
+    forget()
+    function_of.cache_clear()
+
+
+@pytest.mark.usefixtures("uncached")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.id)
 def test_a_mistake_is_found(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spoil_methods(dense.LoadWarp, spoilt(mistake, tmp_path), monkeypatch)
-    function_of.cache_clear()
     with pytest.raises((EmulatorError, AssertionError)):
         run(RAGGED, 0)
-    function_of.cache_clear()
