@@ -79,13 +79,13 @@ class Kernel(Protocol):
         ...
 
     def split_of(self, batch: Batch, min_seqlen_q: int) -> "tuple[Kernel, int] | None":
-        """The kernel that takes this one's place where splitting the keys of a batch's long queries is faster.
+        """The kernel that serves a batch's long queries, where that is not this one or where it serves short ones too.
 
         Args:
             min_seqlen_q: fewest queries of a request that the kernel for long queries serves.
 
         Returns:
-            (kernel, fewest queries of a request that it is to serve); None where this kernel is as fast, or alone.
+            (kernel, fewest queries of a request that it is to serve); None where this kernel serves the long ones.
         """
         return None
 

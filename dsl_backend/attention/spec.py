@@ -5,6 +5,7 @@ import enum
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from dsl_backend import checks
@@ -120,6 +121,20 @@ class AttentionSpec:
         return f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"
 
 
+@dataclass(frozen=True)
+class HostLengths:
+    """Each request's lengths as far as the host knows them, for a caller that has them there anyway.
+
+    They are for estimates alone: results are right for every batch within the batch's bounds.
+
+    Attributes:
+        queries, keys: [requests]; keys include those of this step's queries.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One step's requests. Lengths stay on the device and are never read on the host.
@@ -137,6 +152,8 @@ class Batch:
         block_table: [requests, pages] int32, where keys are paged. Entries past a request's length are not read.
         kv_start_loc: [requests + 1] int32, where keys are packed.
         causal: [requests] bool or int32 (0 or 1), with Causality.PER_REQUEST.
+        host_lengths: where the host knows each request's lengths, by which launches are chosen better than by bounds.
+            None in a batch that stands for others, as that of a captured graph does.
     """
 
     query_start_loc: torch.Tensor
@@ -147,6 +164,7 @@ class Batch:
     block_table: torch.Tensor | None = None
     kv_start_loc: torch.Tensor | None = None
     causal: torch.Tensor | None = None
+    host_lengths: HostLengths | None = None
 
     def __post_init__(self) -> None:
         checks.tensor("query_start_loc", self.query_start_loc)

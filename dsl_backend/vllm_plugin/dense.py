@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import (
 from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
-from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
@@ -143,6 +143,7 @@ class DSLMetadata(AttentionMetadata):
         block_table: [requests, pages] int32.
         slot_mapping: [tokens] int64.
         causal: for all requests, or [requests] int32 or bool.
+        host_lengths: of the requests, where the option `launches_by_lengths` asks for them.
     """
 
     num_actual_tokens: int
@@ -154,6 +155,7 @@ class DSLMetadata(AttentionMetadata):
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     planners: Planners
+    host_lengths: HostLengths | None = None
     # Key: whether keys are packed.
     steps: dict[bool, StepPlans] = field(default_factory=dict)
 
@@ -178,10 +180,21 @@ class DSLMetadata(AttentionMetadata):
                     block_table=None if packed else self.block_table,
                     kv_start_loc=self.query_start_loc if packed else None,
                     causal=self.causal if isinstance(self.causal, torch.Tensor) else None,
+                    host_lengths=self.host_lengths,
                 ),
                 self.planners,
             )
         return step.plan(spec)
+
+
+def host_lengths(common: CommonAttentionMetadata) -> HostLengths | None:
+    """The lengths of a step's requests, where vLLM has bounds of them on the host."""
+    keys = getattr(common, "seq_lens_cpu_upper_bound", None)
+    if keys is None:
+        return None
+    starts = common.query_start_loc_cpu[: common.num_reqs + 1].numpy()
+    # A copy: vLLM may write the next step's lengths before the layers of this one ask for plans.
+    return HostLengths(starts[1:] - starts[:-1], keys[: common.num_reqs].numpy().copy())
 
 
 class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
@@ -197,7 +210,9 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device, **_: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.planners = Planners(device, options.of(vllm_config).attention_kernel)
+        given = options.of(vllm_config)
+        self.planners = Planners(device, given.attention_kernel)
+        self.launches_by_lengths = given.launches_by_lengths
         install_hooks(Stage.METADATA_BUILDER, vllm_config)
         # Here, so that no kernel is loaded and no scratch is allocated while a graph is captured.
         layers = vllm_config.compilation_config.static_forward_context
@@ -238,6 +253,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             slot_mapping=common.slot_mapping,
             causal=causal,
             planners=self.planners,
+            host_lengths=host_lengths(common) if self.launches_by_lengths else None,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DSLMetadata:
@@ -249,7 +265,8 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         common = common_attn_metadata
         if compat.captures_mixed_batches(self.vllm_config):
             common = dataclasses.replace(common, max_query_len=common.num_actual_tokens)
-        return self.build(0, common)
+        # The lengths of a capture are not those of any batch that the graph replays.
+        return dataclasses.replace(self.build(0, common), host_lengths=None)
 
     def update_block_table(
         self, metadata: DSLMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor

@@ -116,7 +116,7 @@ class BalancedSchedule:
 
     Args:
         cluster: CTAs that have the same share of neighbouring head blocks.
-        pair_row_tiles: prompts may be paired.
+        pair_row_tiles: prompts may be paired. exact_pairs: a row tile without a partner is no pair.
         row_group: clusters of a row group; 0 for a scheduler without them. row_group_iters: as in Requests.
     """
 
@@ -131,8 +131,9 @@ class BalancedSchedule:
         row_group: int = 0,
         row_group_iters: int = 100,
         kept_chunks: int = 1,
+        exact_pairs: bool = False,
     ):
-        self.rule, self.kept_chunks = rule, kept_chunks
+        self.rule, self.kept_chunks, self.exact_pairs = rule, kept_chunks, exact_pairs
         self.key, self.tokens_per_tile, self.tile_n = key, tokens_per_tile, tile_n
         self.row_group, self.row_group_iters = row_group, row_group_iters
         self.cluster, self.pair_row_tiles = cluster, pair_row_tiles
@@ -171,5 +172,6 @@ class BalancedSchedule:
             pair_row_tiles=self.pair_row_tiles,
             row_groups=self.row_group > 0,
             kept_chunks=self.kept_chunks,
+            exact_pairs=self.exact_pairs,
         )
         scheduler.run()

@@ -214,6 +214,13 @@ OWN_CASES = (
         why="fp8",
     ),
     Case(id="prompts-wide", q_lens=(40, 1), kv_lens=(200, 150), heads=(2, 1), dim=512, why="splits of head_dim_v"),
+    Case(
+        id="prompts-odd",
+        q_lens=(150, 1, 300, 20),
+        kv_lens=(700, 300, 300, 100),
+        heads=(4, 2),
+        why="three row tiles, five, and one: those in the middle have no partner",
+    ),
 )
 ALL = (*OWN_CASES, *SERVED, *SERVED_FP8, *FP8_CASES)
 QUICK = {case.id for case in OWN_CASES}
@@ -247,6 +254,7 @@ def splitting(planner: Planner, index: int) -> Kernel:
         dequant_stages=2 + index % 2 if spec.is_fp8_kv else 0,
         min_split_tiles=1,
         pair_row_tiles=True,
+        exact_pairs=index % 2 == 1,
     )
     return SplitKV(spec, target, scratch(), config)
 
@@ -276,6 +284,11 @@ def test_sm90(index: int, case: Case) -> None:
 @numbered(ALL, ("prompts-mixed", "prompts-window"))
 def test_sm100(index: int, case: Case) -> None:
     run(case, "sm_100a", index)
+
+
+@pytest.mark.parametrize("index", [9, 1, 5], ids=("eager", "lazy", "random"))
+def test_exact_pairs(index: int) -> None:
+    run(next(case for case in OWN_CASES if case.id == "prompts-odd"), "sm_90a", index)
 
 
 def test_long_queries_alone() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ pytest.importorskip("cutlass")
 from cutlass import cute
 from cutlass.cute.runtime import from_dlpack
 
-from dsl_backend.attention.cute.scheduler import balanced, clc, persistent
+from dsl_backend.attention.cute import sizes
+from dsl_backend.attention.cute.scheduler import balanced, clc
 from dsl_backend.attention.cute.scheduler.balanced import SplitRange, SplitRule
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS, NOT_SPLIT, WorkTile
 from dsl_backend.attention.cute.score_mod import ScoreModKey
@@ -252,7 +253,7 @@ def test_mistakes_in_clc(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.M
 
 def test_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests whose keys do not fit into L2 together are processed one section after another."""
-    monkeypatch.setattr(persistent, "L2_SECTION_BYTES", 400 * 2 * 2 * 64)
+    monkeypatch.setattr(sizes, "L2_SECTION_BYTES", 400 * 2 * 2 * 64)
     monkeypatch.setattr(sys.modules[__name__], "COMPILED", {})
     (by_dynamic,) = RAGGED.by_dynamic(1, "eager")
     # Keys before a request: 0, 70, 370, 570, 1070.
@@ -295,7 +296,7 @@ def balanced_schedule(
     q_lens: Sequence[int] | None = None,
     cluster: int = 1,
     tokens: int = TOKENS_PER_TILE,
-    pair_row_tiles: bool = False,
+    pair_row_tiles: bool | Literal["exact"] = False,
     row_group: int = 0,
     row_group_iters: int = 100,
     rule: SplitRule = RULE,
@@ -305,6 +306,7 @@ def balanced_schedule(
 
     The first CTAs of all clusters come before the second ones. There are row groups if `row_group` is above 1: then the
     first clusters of all row groups come before the second ones, and those that are left over are the last.
+    `pair_row_tiles` may be exact: `exact_pairs`.
     """
     int32, asked = {"dtype": torch.int32}, q_lens or [1] * len(lengths)
     starts, keys = torch.tensor([0, *accumulate(asked)], **int32), torch.tensor(lengths, **int32)
@@ -312,7 +314,8 @@ def balanced_schedule(
     split_ranges = torch.full((num_ctas, balanced.SPLIT_RANGE_FIELDS), -7, **int32)
     recorded = torch.full((num_ctas, most_works, FIELDS), -7, **int32)
     with emulator.device(arch="sm_90a", sms=num_ctas, strict=True):
-        options = (tokens, TILE, rule, cluster, pair_row_tiles, row_group, row_group_iters, kept_chunks)
+        paired, exact_pairs = bool(pair_row_tiles), pair_row_tiles == "exact"
+        options = (tokens, TILE, rule, cluster, paired, row_group, row_group_iters, kept_chunks, exact_pairs)
         call(BalancedSchedule, (key_of(split=True), *options), (starts, keys, split_ranges, recorded))
     found = [[WorkTile(*fields) for fields in cta] for cta in recorded.tolist()]
     found = [cta[: [work.valid for work in cta].index(0)] for cta in found]
@@ -353,23 +356,24 @@ def test_short_splits(tiles: int, short_splits: bool, least: int) -> None:
 @pytest.mark.parametrize("clusters", [1, 3, 8, 40])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", PAIRED)
-def test_paired_row_tiles(name: str, tokens: int, clusters: int, cluster: int) -> None:
+@pytest.mark.parametrize("pairs", [True, "exact"])
+def test_paired_row_tiles(pairs: bool | Literal["exact"], name: str, tokens: int, clusters: int, cluster: int) -> None:
     """The same where prompts may be paired; tokens of a row tile divide a key tile's keys, or do not."""
     q_lens, lengths = PAIRED[name]
-    found, split_ranges = balanced_schedule(lengths, clusters * cluster, q_lens, cluster, tokens, pair_row_tiles=True)
+    found, split_ranges = balanced_schedule(lengths, clusters * cluster, q_lens, cluster, tokens, pair_row_tiles=pairs)
     assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=True)
 
 
-@pytest.mark.parametrize("pair_row_tiles", [True, False])
-def test_random_prompts_beside_decodes(pair_row_tiles: bool) -> None:
+@pytest.mark.parametrize("pairs", [True, False, "exact"])
+def test_random_prompts_beside_decodes(pairs: bool | Literal["exact"]) -> None:
     """Every key tile of every row tile once, in tiles of as many tokens as a group of heads leaves."""
     draw = random.Random(7)
     for _ in range(12):
         tokens, num_ctas = draw.choice((4, 5, 8, 18)), draw.choice((2, 7, 16))
         q_lens = [draw.choice((1, 1, draw.randint(0, 3), draw.randint(4, 120))) for _ in range(draw.randint(1, 40))]
         lengths = [queries + draw.choice((0, draw.randint(0, 30), draw.randint(0, 1500))) for queries in q_lens]
-        found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, tokens=tokens, pair_row_tiles=pair_row_tiles)
-        assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=pair_row_tiles)
+        found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, tokens=tokens, pair_row_tiles=pairs)
+        assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=bool(pairs))
 
 
 # Queries and keys of requests with one row tile or several, and the row groups that they have.
@@ -581,6 +585,25 @@ def test_pairs_are_not_split() -> None:
     assert_balanced(found, split_ranges, lengths, q_lens, tokens=4, pair_row_tiles=True)
     assert not any(split_range.num_splits for split_range in split_ranges)
     assert max(sum(work.n_block_max - work.n_block_min for work in works) for works in found) == tiles
+
+
+@pytest.mark.parametrize("row_tiles", [2, 3, 5])
+def test_exact_pairs_have_even_shares(row_tiles: int) -> None:
+    """Of a few row tiles behind many keys: the one without a partner does not count as two."""
+    tokens, num_ctas, behind = 4, 8, 60 * TILE
+    queries = row_tiles * tokens
+    # More than one prompt, so that a CTA has parts of several output tiles; tokens are a quarter of a key tile.
+    q_lens, lengths = [queries] * 3, [behind + queries] * 3
+    tiles = sum(-(-(behind + end) // TILE) for end in range(tokens, queries + 1, tokens)) * len(q_lens) * HEADS
+    shares = {}
+    ways: tuple[bool | Literal["exact"], ...] = (True, "exact")
+    for pairs in ways:
+        found, split_ranges = balanced_schedule(lengths, num_ctas, q_lens, tokens=tokens, pair_row_tiles=pairs)
+        assert_balanced(found, split_ranges, lengths, q_lens, tokens, pair_row_tiles=True)
+        held = [sum(work.n_block_max - work.n_block_min for work in works) for works in found]
+        shares[pairs == "exact"] = max(held) / (tiles / num_ctas)
+    assert shares[True] < 1.03
+    assert shares[False] < 1.03 if row_tiles == 2 else shares[False] > 1.15, shares
 
 
 def test_pairs_are_even() -> None:

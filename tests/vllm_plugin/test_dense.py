@@ -189,6 +189,31 @@ def test_query_lengths_are_read_on_the_device(plain_config: VllmConfig, dtype: t
     compare(make_impl(), make_builder(plain_config, dtype), step, q_lens, kv_lens)
 
 
+@pytest.mark.parametrize("guessed", [False, True])
+def test_launches_by_lengths(plain_config: VllmConfig, dtype: torch.dtype, guessed: bool) -> None:
+    """The host's lengths, also where the device has dealt queries out in another way, choose launches alone."""
+    plain_config.additional_config = {"dsl": {"launches_by_lengths": True}}
+    step, builder = make_step(*MIXED, PAGE), make_builder(plain_config, dtype)
+    if guessed:
+        equal = sum(MIXED[0]) // len(MIXED[0])
+        step.common.query_start_loc_cpu = equal * torch.arange(len(MIXED[0]) + 1, dtype=torch.int32)
+    found = builder.build(0, step.common).host_lengths
+    assert found is not None
+    assert guessed != (found.queries.tolist() == list(MIXED[0]))
+    assert found.keys.tolist() == list(MIXED[1])
+    assert builder.build_for_cudagraph_capture(step.common).host_lengths is None
+    compare(make_impl(), builder, step, *MIXED)
+
+
+def test_lengths_stay_vllms_by_default(plain_config: VllmConfig) -> None:
+    """And where vLLM has none on the host."""
+    step = make_step(*MIXED, PAGE)
+    assert make_builder(plain_config, torch.bfloat16).build(0, step.common).host_lengths is None
+    plain_config.additional_config = {"dsl": {"launches_by_lengths": True}}
+    step.common.seq_lens_cpu_upper_bound = None
+    assert make_builder(plain_config, torch.bfloat16).build(0, step.common).host_lengths is None
+
+
 def test_null_pages_below_a_window(plain_config: VllmConfig, dtype: torch.dtype) -> None:
     """VLLM 0.33 puts page 0 in the place of those that no row of a request sees any more. Here NaN is in it."""
     window, (q_lens, kv_lens) = 19, ((1, 7, 1), (200, 150, 90))

@@ -32,6 +32,7 @@ def test_kernel_by_name(name: str) -> None:
         ({"attention_kernel": 3}, ["attention_kernel", "string"]),
         ({"mla_latent_queries": 0}, ["mla_latent_queries", "greater than 0, not 0"]),
         ({"mla_latent_queries": True}, ["mla_latent_queries", "a valid integer, not True"]),
+        ({"launches_by_lengths": 1}, ["launches_by_lengths", "a valid boolean, not 1"]),
         ({"experts": True}, ["experts", "'measured', 'dsl' or 'vllm'"]),
         ({"norms": "fast"}, ["norms", "'measured', 'dsl' or 'vllm'"]),
         ({"projections": 1}, ["projections", "'measured', 'dsl' or 'vllm'"]),

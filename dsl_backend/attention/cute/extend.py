@@ -36,6 +36,8 @@ class Tiling:
         columns: of a partial result.
         num_ctas: of the grid.
         pairs: row tiles of causal prompts are scheduled in pairs: a share has only key tiles that are seen.
+        exact_pairs: a row tile without a partner does not count as a pair.
+        claims_ahead: a CTA claims a query tile when it begins the one before, so that a long one keeps the next.
     """
 
     rows: int
@@ -45,6 +47,8 @@ class Tiling:
     columns: int
     num_ctas: int
     pairs: bool = False
+    exact_pairs: bool = False
+    claims_ahead: bool = True
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,7 @@ from dsl_backend.attention.cute.args import DenseTensors, MlaTensors
 from dsl_backend.attention.cute.extend import Tiling, shortest_of_split
 from dsl_backend.attention.cute.fake_args import ALIGNMENT
 from dsl_backend.attention.cute.fixed_splits import tiles_per_split
+from dsl_backend.attention.cute.launch_choice import fastest
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.row_groups import row_group
@@ -347,11 +348,17 @@ class DenseKernel(LayerKernel):
             columns=self.columns,
             num_ctas=self.num_ctas,
             pairs=getattr(self.config, "pair_row_tiles", False),
+            exact_pairs=getattr(self.config, "exact_pairs", False),
+            claims_ahead=not getattr(self.config, "late_claims", False),
         )
 
     def split_of(self, batch: Batch, min_seqlen_q: int) -> tuple[Kernel, int] | None:
         if self.extend is None:
             return None
+        if batch.host_lengths is not None:
+            tilings = self.tiling, self.extend.tiling
+            chosen = fastest(self.spec, batch.host_lengths, self.target, *tilings, min_seqlen_q)
+            return self.extend if chosen.split else self, chosen.shortest
         shortest = shortest_of_split(self.spec, batch, self.target, self.tiling, self.extend.tiling, min_seqlen_q)
         return None if shortest is None else (self.extend, shortest)
 

@@ -10,6 +10,8 @@ MAX_O_COLUMNS = 256
 WORK_TILE_SMEM_BYTES = 256  # of scheduler/work_tile.py: two items, their barriers, room to align them
 CLC_RESPONSE_BYTES = 16
 FP8_K_BLOCK = 32  # elements of a row that one MMA of 8 bits takes
+# Bytes of keys and values whose requests are processed together: half an H200's L2.
+L2_SECTION_BYTES = 25 << 20
 MAX_P_EXPONENT = 8.8  # of P in e4m3: at most 2^8.8 = 445.7, and e4m3 holds 448
 
 
@@ -41,6 +43,11 @@ def v_split_dim(dim_v: int) -> int:
 def packed_gqa_heads(group: int, most: int = 64) -> int:
     """Query heads that share a tile's rows: a GQA group, or a part of it if it has more than `most` heads."""
     return next(pack_gqa for pack_gqa in range(min(group, most), 0, -1) if group % pack_gqa == 0)
+
+
+def section_keys(key_bytes: int) -> int:
+    """Keys of requests that are processed together; key_bytes: of a key and its value, for all heads."""
+    return max(L2_SECTION_BYTES // key_bytes, 1)
 
 
 def partial_size(rows: Any, columns: int) -> Any:

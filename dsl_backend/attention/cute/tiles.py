@@ -121,10 +121,12 @@ class TiledKernel:
             before the first work tile.
         box: keys of one TMA box.
         pair_row_tiles: split-KV schedules the row tiles of causal prompts in pairs.
+        exact_pairs: a row tile that has no partner does not count as a pair.
     """
 
     most_boxes = 1
     pair_row_tiles = False
+    exact_pairs = False
 
     def __init__(self, key: Any, config: Any) -> None:
         self.key, self.config = key, config
@@ -237,6 +239,7 @@ class TiledKernel:
                 scheduler_workspace,
                 SplitRule(min_tiles=self.config.min_split_tiles),
                 pair_row_tiles=self.pair_row_tiles,
+                exact_pairs=self.exact_pairs,
             )
         return DynamicPersistentTileScheduler(
             self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace

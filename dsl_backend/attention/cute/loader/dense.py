@@ -15,6 +15,9 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 
 MAX_UNROLLED = 4  # chunks of a box; a `rolled` load warp loads more in a loop
 SWIZZLE_ROWS = 8  # period of a swizzle
+# Key tiles of a work tile that are not loaded yet when the load warp lets the scheduler claim the next one, with
+# `late_claims`. The scheduler may have to step over all row tiles that other CTAs have claimed.
+LATE_KEY_TILES = 8
 
 
 def box_rows(page_size: int, tile_n: int) -> int:
@@ -45,6 +48,7 @@ class LoadWarp:
     Attributes:
         rolled: the boxes of a tile, and many chunks of one box, are loaded in a loop that is not unrolled. Unrolled,
             ptxas keeps an address for each in registers (CUDA 13.0), for which some load warps have no room.
+        late_claims: the scheduler claims the next work tile when this one is nearly loaded, not when it is begun.
         copied, copied_v: columns of one TMA box of K, and of V.
         own_boxes, first_box: of a tile, the boxes that this CTA loads.
     """
@@ -66,6 +70,7 @@ class LoadWarp:
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.own_boxes = self.tile_n // self.box
         self.first_box = 0
+        self.late_claims = kernel.key.dynamic_scheduler and getattr(kernel.config, "late_claims", False)
         self.copy_options: dict[str, Any] = {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
@@ -99,10 +104,11 @@ class LoadWarp:
         for atom in (self.tma_atom_q, self.tma_atom_k, self.tma_atom_v):
             cpasync.prefetch_descriptor(atom)
         work_tiles, k_tiles, v_tiles = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        work = self.work_pipeline.consume(work_tiles)
+        work = self.next_work(work_tiles)
         valid = work.valid
         while valid != 0:
             last = work.n_block_max - 1
+            self.let_claim(work_tiles, work.n_block_max - work.n_block_min <= LATE_KEY_TILES)
             pages = self.pages_of(work, last)
             self.load_keys(work, last, pages, k_tiles)
             # After K, which comes from memory, and whose stage is empty while the work tile before is computed.
@@ -110,6 +116,7 @@ class LoadWarp:
             k_tiles += 1
             for step in cutlass.range(work.n_block_max - work.n_block_min - 1, unroll=1):
                 n_block = last - 1 - step
+                self.let_claim(work_tiles, n_block + 1 - work.n_block_min == LATE_KEY_TILES)
                 pages_prev = pages
                 pages = self.pages_of(work, n_block)
                 self.load_keys(work, n_block, pages, k_tiles)
@@ -119,8 +126,21 @@ class LoadWarp:
             self.load_values(work, work.n_block_min, pages, v_tiles)
             v_tiles += 1
             work_tiles += 1
-            work = self.work_pipeline.consume(work_tiles)
+            work = self.next_work(work_tiles)
             valid = work.valid
+        if cutlass.const_expr(self.late_claims):
+            self.work_pipeline.release(work_tiles)
+
+    def next_work(self, count: cutlass.Int32) -> WorkTile:
+        """The work tile after `count` others."""
+        return self.work_pipeline.read(count) if self.late_claims else self.work_pipeline.consume(count)
+
+    @cute.jit
+    def let_claim(self, count: cutlass.Int32, now: cutlass.Boolean):
+        """With `late_claims`, let the scheduler go on from the work tile after `count` others: once for each."""
+        if cutlass.const_expr(self.late_claims):
+            if now:
+                self.work_pipeline.release(count)
 
     @cute.jit
     def pages_of(self, work: WorkTile, n_block: cutlass.Int32):

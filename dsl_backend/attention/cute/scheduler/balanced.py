@@ -70,6 +70,8 @@ class RequestTiles(NamedTuple):
     Attributes:
         key_tiles: of each output tile: those of all keys of the request, or what a pair of row tiles sees together.
         num_tiles: output tiles, or pairs of them.
+        middle_tiles: with `exact_pairs`, what the row tile that has no partner sees, and 0 where there is none; the
+            tile counts as a pair otherwise.
     """
 
     offset_q: cutlass.Int32
@@ -77,6 +79,7 @@ class RequestTiles(NamedTuple):
     seqlen_k: cutlass.Int32
     key_tiles: cutlass.Int32
     num_tiles: cutlass.Int32
+    middle_tiles: cutlass.Int32
 
     @property
     def info(self) -> SeqlenInfo:
@@ -195,6 +198,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         rule: when output tiles are split.
         cluster: CTAs of a cluster.
         pair_row_tiles: prompts may be paired; costs nothing where there are none.
+        exact_pairs: of an odd number of row tiles the one in the middle is an output tile of its own, with its own
+            number of iterations; not for row groups.
         row_groups: there may be row groups, of as many clusters as the requests say.
         kept_chunks: chunks of WARP requests whose lengths are loaded at once, and kept in registers; those of others
             are loaded one chunk after another, twice.
@@ -213,6 +218,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         pair_row_tiles: bool = False,
         row_groups: bool = False,
         kept_chunks: int = 1,
+        exact_pairs: bool = False,
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.cluster, self.head_blocks, self.row_groups = cluster, key.head_blocks // cluster, row_groups
@@ -220,6 +226,8 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         self.kept_chunks = kept_chunks
         self.kept: list[tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32]] = []
         self.may_pair = pair_row_tiles and key.causality != "full" and not key.has_window_left
+        self.exact_pairs = exact_pairs and self.may_pair
+        assert not (exact_pairs and row_groups), "a row group has neighbouring row tiles"
 
     @cute.jit
     def request_tiles(self, request: cutlass.Int32, num_requests: cutlass.Int32, paired: cutlass.Int32):
@@ -233,14 +241,23 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         n_block_min = self.mask.n_block_min(seqlen_k - seqlen_q)
         # At least one tile, so that every row is written.
         key_tiles = cutlass.max((seqlen_k + self.tile_n - 1) // self.tile_n - n_block_min, 1)
-        row_tiles = self.num_row_tiles(seqlen_q)
+        row_tiles, middle_tiles = self.num_row_tiles(seqlen_q), cutlass.Int32(0)
         if cutlass.const_expr(self.may_pair):
             if paired != 0 and row_tiles > 1:
                 window_size_right = self.mask.window_size_right(request)
                 key_tiles = self.key_tiles_of_pair(seqlen_q, seqlen_k, key_tiles, row_tiles, window_size_right)
-                row_tiles = (row_tiles + 1) // 2
+                if cutlass.const_expr(self.exact_pairs):
+                    if row_tiles % 2 != 0:
+                        token = row_tiles // 2 * self.tokens_per_tile
+                        n_block_min, n_block_max = self.n_block_range(info, token, window_size_right)
+                        middle_tiles = n_block_max - n_block_min
+                    row_tiles = row_tiles // 2
+                else:
+                    row_tiles = (row_tiles + 1) // 2
         num_tiles = zero_unless_served(self.requests, seqlen_q, row_tiles * self.head_blocks)
-        return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles)
+        if cutlass.const_expr(self.exact_pairs):
+            middle_tiles = zero_unless_served(self.requests, seqlen_q, middle_tiles)
+        return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles, middle_tiles)
 
     @cute.jit
     def key_tiles_of_pair(
@@ -276,17 +293,17 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         paired: cutlass.Int32,
     ):
         """The RequestTiles of the lane's request in a chunk of WARP requests. The first, often only, one is kept."""
-        offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = first_chunk
+        offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles, middle_tiles = first_chunk
         if chunk > 0:
             if cutlass.const_expr(self.kept_chunks > 1):
                 request = chunk * WARP + lane
                 info = self.chunk_lengths(chunk, request, num_requests)
-                offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = self.tiles_of(request, info, paired)
+                offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles, middle_tiles = self.tiles_of(request, info, paired)
             else:
-                offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles = self.request_tiles(
+                offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles, middle_tiles = self.request_tiles(
                     chunk * WARP + lane, num_requests, paired
                 )
-        return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles)
+        return RequestTiles(offset_q, seqlen_q, seqlen_k, key_tiles, num_tiles, middle_tiles)
 
     @cute.jit
     def chunk_lengths(self, chunk: cutlass.Int32, request: cutlass.Int32, num_requests: cutlass.Int32):
@@ -333,6 +350,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
             num_groups = self.num_groups(tiles.num_tiles, partition.row_group)
             iters = num_groups * self.tile_iters(tiles, partition, paired)
+            iters += self.head_blocks * self.middle_iters(tiles, partition)
             if cutlass.const_expr(self.kept_chunks > 1):
                 # Most chunks of a long batch have none of the CTA's work, and their sum says so.
                 chunk_begin = chunk_end
@@ -379,7 +397,7 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         overhead_iters = share.partition.overhead_iters
         while iter_idx < cutlass.min(chunk_end, cta_end):
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(request_end <= iter_idx))
-            own = from_lane(tiles, owner)
+            own = self.own_tiles(tiles, owner)
             own_end, request = cute.arch.shuffle_sync(request_end, owner), chunk * WARP + owner
             tile_iters, offset, key_tiles, head_block, token = self.output_tile_at(
                 own, request, own_end, iter_idx, share, paired
@@ -407,6 +425,13 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
                     num_produced, num_splits = self.produce_part(part, share, num_produced, num_splits)
             iter_idx += own_iters
         return iter_idx, num_produced, num_splits
+
+    def own_tiles(self, tiles: RequestTiles, owner: cutlass.Int32) -> RequestTiles:
+        """The RequestTiles of a lane, in all lanes."""
+        if self.exact_pairs:
+            return from_lane(tiles, owner)
+        own = [cute.arch.shuffle_sync(value, owner) for value in tiles[:-1]]
+        return RequestTiles._make([*own, cutlass.Int32(0)])
 
     @cute.jit
     def share(self, cta: cutlass.Int32, num_clusters: cutlass.Int32, partition: Partition):
@@ -473,6 +498,15 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         return cutlass.max(tiles.key_tiles + overhead_iters, partition.min_tile_iters)
 
     @cute.jit
+    def middle_iters(self, tiles: RequestTiles, partition: Partition):
+        """Iterations of the row tile that has no partner; 0 where there is none."""
+        iters = cutlass.Int32(0)
+        if cutlass.const_expr(self.exact_pairs):
+            if tiles.middle_tiles > 0:
+                iters = cutlass.max(tiles.middle_tiles + partition.overhead_iters, partition.min_tile_iters)
+        return iters
+
+    @cute.jit
     def output_tile_at(
         self,
         tiles: RequestTiles,
@@ -491,16 +525,28 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
         partition = share.partition
         tile_iters = self.tile_iters(tiles, partition, paired)
         num_groups = self.num_groups(tiles.num_tiles, partition.row_group)
-        request_iter = iter_idx - (request_end - num_groups * tile_iters)
-        tile_idx = quotient(request_iter, tile_iters)
-        offset = request_iter - tile_idx * tile_iters
-        if cutlass.const_expr(self.row_groups):
-            tile_idx = tile_idx * partition.row_group + share.group_rank
-        tiles_per_head_block = tiles.num_tiles // self.head_blocks
-        head_block, row_tile, key_tiles = tile_idx, cutlass.Int32(0), tiles.key_tiles
-        if tiles_per_head_block > 1:
-            head_block = quotient(tile_idx, tiles_per_head_block)
-            row_tile = tile_idx - head_block * tiles_per_head_block
+        middle_iters = self.middle_iters(tiles, partition)
+        request_iter = iter_idx - (request_end - num_groups * tile_iters - self.head_blocks * middle_iters)
+        if cutlass.const_expr(self.exact_pairs):
+            key_tiles, tiles_per_head_block = tiles.key_tiles, tiles.num_tiles // self.head_blocks
+            head_block_iters = tiles_per_head_block * tile_iters + middle_iters
+            head_block = quotient(request_iter, head_block_iters)
+            head_block_iter = request_iter - head_block * head_block_iters
+            # The middle has fewer iterations than a pair.
+            row_tile = quotient(head_block_iter, tile_iters)
+            offset = head_block_iter - row_tile * tile_iters
+            if row_tile == tiles_per_head_block:
+                tile_iters = middle_iters
+        else:
+            tile_idx = quotient(request_iter, tile_iters)
+            offset = request_iter - tile_idx * tile_iters
+            if cutlass.const_expr(self.row_groups):
+                tile_idx = tile_idx * partition.row_group + share.group_rank
+            tiles_per_head_block = tiles.num_tiles // self.head_blocks
+            head_block, row_tile, key_tiles = tile_idx, cutlass.Int32(0), tiles.key_tiles
+            if tiles_per_head_block > 1:
+                head_block = quotient(tile_idx, tiles_per_head_block)
+                row_tile = tile_idx - head_block * tiles_per_head_block
         if cutlass.const_expr(self.may_pair):
             if self.row_tiles_of_output_tile(tiles.seqlen_q, paired) > 1:
                 window_size_right = self.mask.window_size_right(request)
@@ -536,6 +582,11 @@ class BalancedSplitKVTileScheduler(StaticPersistentTileScheduler):
             tiles = self.chunk_tiles(first_chunk, chunk, lane, num_requests, paired)
             total_iters += tiles.num_tiles * tiles.key_tiles
             num_tiles += tiles.num_tiles
+            if cutlass.const_expr(self.exact_pairs):
+                if tiles.middle_tiles > 0:
+                    total_iters += self.head_blocks * tiles.middle_tiles
+                    num_tiles += self.head_blocks
+                    row_tiles += self.head_blocks
             if cutlass.const_expr(self.row_groups):
                 groups = self.num_groups(tiles.num_tiles, row_group)
                 group_iters += groups * tiles.key_tiles

@@ -17,9 +17,8 @@ from dsl_backend.attention.cute.scheduler.requests import (
     zero_unless_served,
 )
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, RowTile, WorkTilePipeline, no_work_tile
+from dsl_backend.attention.cute.sizes import section_keys
 
-# Bytes of keys and values whose requests are processed together: half an H200's L2.
-L2_SECTION_BYTES = 25 << 20
 # A work tile of at most so many key tiles is short: the next tile index is claimed before the consumers have read it.
 SHORT_KEY_TILES = 4
 
@@ -148,8 +147,7 @@ class DynamicPersistentTileScheduler(StaticPersistentTileScheduler):
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.tile_count_semaphore: Any = tile_count_semaphore
-        key_bytes = key.heads_kv * (key.head_dim + key.head_dim_v) * key.kv.itemsize
-        self.section_keys = max(L2_SECTION_BYTES // key_bytes, 1)
+        self.section_keys = section_keys(key.heads_kv * (key.head_dim + key.head_dim_v) * key.kv.itemsize)
 
     @cute.jit
     def run(self):

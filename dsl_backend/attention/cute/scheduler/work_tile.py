@@ -128,10 +128,20 @@ class WorkTilePipeline:
     @cute.jit
     def consume(self, count: cutlass.Int32):
         """By all lanes of a consumer warp. The stage is empty again when every consumer warp has read it."""
+        work = self.read(count)
+        self.release(count)
+        return work
+
+    @cute.jit
+    def read(self, count: cutlass.Int32):
+        """The first half of `consume`: the scheduler warp waits for this warp until it calls `release`."""
         stage = stage_of(count, WORK_TILE_STAGES)
         cute.arch.mbarrier_wait(self.mbar_full + stage, phase_of(count, WORK_TILE_STAGES))
-        work = WorkTile(*(cute.arch.make_warp_uniform(self.sWork[field, stage]) for field in range(FIELDS)))
+        return WorkTile(*(cute.arch.make_warp_uniform(self.sWork[field, stage]) for field in range(FIELDS)))
+
+    @cute.jit
+    def release(self, count: cutlass.Int32):
+        """The second half of `consume`."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.mbar_empty + stage)
-        return work
+            cute.arch.mbarrier_arrive(self.mbar_empty + stage_of(count, WORK_TILE_STAGES))

@@ -49,6 +49,9 @@ class DenseConfig:
             split output tile, the splits that one CTA has from the last one on are folded too.
         early_dependents: the combine kernel lets the next kernel start before it ends.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
+        exact_pairs: of an odd number of row tiles the one in the middle does not count as a pair.
+        late_claims: a CTA claims its next query tile when it has nearly loaded the one that it processes, and not when
+            it begins it: a long one would keep the next from CTAs that are free earlier.
     """
 
     groups: int
@@ -64,6 +67,8 @@ class DenseConfig:
     fold_few_rows: bool = False
     pair_row_tiles: bool = False
     early_dependents: bool = False
+    exact_pairs: bool = False
+    late_claims: bool = False
 
     @property
     def tile_m(self) -> int:

@@ -58,6 +58,7 @@ class DenseForward(TiledKernel):
         super().__init__(key, key.config)
         self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
         self.pair_row_tiles = key.config.pair_row_tiles
+        self.exact_pairs = key.config.exact_pairs
 
     @cute.jit
     def __call__(
