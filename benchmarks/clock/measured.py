@@ -13,8 +13,8 @@ class Measured:
     """A row that was timed.
 
     Attributes:
-        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-mla,
-            cutlass-mla-fp8, quack-gemm or quack-gated.
+        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-decode,
+            flash-mla, cutlass-mla-fp8, quack-gemm or quack-gated.
         row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
         microseconds: that the kernel took.
         samples: clusters that the clock simulates; 0: all, where CTAs wait for each other.
@@ -108,7 +108,17 @@ UNTIMED = tuple(
     Measured(operator, row, 0.0, samples, chip="B200", source="nobody")
     for operator, row, samples in (
         ("flash", "hd96-h16-32x1k", 1),
+        ("flash", "hd96-h16-32x1k-causal", 8),
+        ("flash", "hd192v128-h16-16x1k", 1),
+        ("flash", "hd192v128-h16-16x1k-causal", 8),
         ("flash", "hd256-h8-16x1k", 1),
+        ("flash-decode", "hd128-h32x8-b8-k8k-q1", 2),
+        ("flash-decode", "hd128-h32x8-b8-k8k-q4", 2),
+        ("flash-decode", "hd128-h32x8-b64-k4k-q1", 2),
+        ("flash-decode", "hd128-h32x8-b64-k4k-q4", 2),
+        ("flash-decode", "hd64-h64x8-b8-k8k-q1", 2),
+        ("flash-decode", "hd64-h64x8-b64-k4k-q1", 2),
+        ("flash-decode", "hd64-h64x8-b64-k4k-q4", 2),
         ("flash-mla", "h16-b64-k4k", 1),
         ("flash-mla", "h64-b64-k4k", 1),
         ("cutlass-mla-fp8", "h16-b64-k4k", 1),

@@ -13,11 +13,16 @@ import torch
 
 BF16 = torch.bfloat16
 LATENT, ROPE = 512, 64
-PAGE = 128
+PAGE = 128  # keys of a page, where keys are paged: the tile of FlashAttention's kernel, which copies whole pages then
 # Compiles and launches.
 Run = Callable[[], None]
 
-ATTENTION = re.compile(r"hd(?P<dim>\d+)-h(?P<heads>\d+)-(?P<batch>\d+)x(?P<length>\d+)k(?P<causal>-causal)?")
+ATTENTION = re.compile(
+    r"hd(?P<dim>\d+)(v(?P<dim_v>\d+))?-h(?P<heads>\d+)-(?P<batch>\d+)x(?P<length>\d+)k(?P<causal>-causal)?"
+)
+DECODE = re.compile(
+    r"hd(?P<dim>\d+)-h(?P<heads>\d+)x(?P<heads_kv>\d+)-b(?P<batch>\d+)-k(?P<length>\d+)k-q(?P<queries>\d+)"
+)
 MLA = re.compile(r"h(?P<heads>\d+)-b(?P<batch>\d+)-k(?P<length>\d+)k")
 GEMM = re.compile(r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)")
 
@@ -36,6 +41,8 @@ def sizes(pattern: re.Pattern[str], row: str) -> dict[str, int]:
     }
     if "length" in given:
         given["length"] *= 1024
+    if "dim_v" in given:
+        given["dim_v"] = given["dim_v"] or given["dim"]
     return given
 
 
@@ -44,7 +51,11 @@ def flops(operator: str, row: str) -> float:
     match operator:
         case "flash":
             one = sizes(ATTENTION, row)
-            return 4.0 * one["length"] ** 2 * one["dim"] * one["heads"] * one["batch"] / (1 + one["causal"])
+            dims = one["dim"] + one["dim_v"]
+            return 2.0 * one["length"] ** 2 * dims * one["heads"] * one["batch"] / (1 + one["causal"])
+        case "flash-decode":
+            one = sizes(DECODE, row)
+            return 4.0 * one["queries"] * one["length"] * one["dim"] * one["heads"] * one["batch"]
         case "flash-mla" | "cutlass-mla-fp8":
             one = sizes(MLA, row)
             return 2.0 * one["batch"] * one["heads"] * one["length"] * (2 * LATENT + ROPE)
@@ -59,8 +70,25 @@ def flash(row: str) -> Run:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     one = sizes(ATTENTION, row)
-    q, k, v = (torch.zeros(one["batch"], one["length"], one["heads"], one["dim"], dtype=BF16) for _ in range(3))
+    dims = one["dim"], one["dim"], one["dim_v"]
+    q, k, v = (torch.zeros(one["batch"], one["length"], one["heads"], dim, dtype=BF16) for dim in dims)
     return lambda: _flash_attn_fwd(q, k, v, causal=bool(one["causal"]))
+
+
+def flash_decode(row: str) -> Run:
+    """FlashAttention-4's forward for few queries, over pages of 128 keys.
+
+    Without splits: it chooses two for batch 8, and 4.0.0b20 does not compile them with CuTe DSL 4.6.0.
+    """
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    one = sizes(DECODE, row)
+    pages = one["length"] // PAGE
+    q = torch.zeros(one["batch"], one["queries"], one["heads"], one["dim"], dtype=BF16)
+    k, v = (torch.zeros(one["batch"] * pages, PAGE, one["heads_kv"], one["dim"], dtype=BF16) for _ in range(2))
+    table = torch.arange(one["batch"] * pages, dtype=torch.int32).view(one["batch"], pages)
+    lengths = torch.full((one["batch"],), one["length"], dtype=torch.int32)
+    return lambda: _flash_attn_fwd(q, k, v, seqused_k=lengths, page_table=table, causal=True)
 
 
 def flash_mla(row: str) -> Run:
@@ -160,6 +188,7 @@ def cutlass_mla_fp8(row: str) -> Run:
 
 RUNS = {
     "flash": flash,
+    "flash-decode": flash_decode,
     "flash-mla": flash_mla,
     "cutlass-mla-fp8": cutlass_mla_fp8,
     "quack-gemm": quack_gemm,

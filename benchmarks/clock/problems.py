@@ -19,7 +19,7 @@ from emulator.clock.constants import ChipClock
 from ..attention import problems, rows
 from ..case import Case
 from . import peers
-from .peers import ATTENTION, GEMM, MLA, Run, sizes
+from .peers import ATTENTION, DECODE, GEMM, MLA, PAGE, Run, sizes
 
 CPU = torch.device("cpu")
 
@@ -136,7 +136,7 @@ def flash(row: str, target: Target) -> Run:
         heads_q=one["heads"],
         heads_kv=one["heads"],
         head_dim=one["dim"],
-        head_dim_v=one["dim"],
+        head_dim_v=one["dim_v"],
         q_lens=lengths,
         kv_lens=lengths,
         page_size=None,
@@ -146,11 +146,20 @@ def flash(row: str, target: Target) -> Run:
     return attended(problem, replace(problem.spec, causality=causality), target)
 
 
+def flash_decode(row: str, target: Target) -> Run:
+    """The decode of a row of FlashAttention's, with its pages."""
+    one = sizes(DECODE, row)
+    queries, lengths = [one["queries"]] * one["batch"], [one["length"]] * one["batch"]
+    heads = one["dim"], one["heads"], one["heads_kv"]
+    problem = problems.dense(*heads, queries, lengths, page_size=PAGE)
+    return attended(problem, problem.spec, target)
+
+
 def flash_mla(row: str, target: Target) -> Run:
-    """The latent attention of a row of FlashAttention's, with pages of 128."""
+    """The latent attention of a row of FlashAttention's, in pages."""
     one = sizes(MLA, row)
     lengths = [one["length"]] * one["batch"]
-    problem = problems.latent(one["heads"], [1] * one["batch"], lengths, page_size=128)
+    problem = problems.latent(one["heads"], [1] * one["batch"], lengths, page_size=PAGE)
     return attended(problem, problem.spec, target)
 
 
@@ -207,6 +216,7 @@ OURS: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
 BESIDE: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
     {
         "flash": flash,
+        "flash-decode": flash_decode,
         "flash-mla": flash_mla,
         "cutlass-mla-fp8": mla_fp8,
         "quack-gemm": gemm,

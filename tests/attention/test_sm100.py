@@ -23,7 +23,9 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     variants,
 )
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
+from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp
 from dsl_backend.attention.cute.sm100.idle_warps import arrive_count_of
+from dsl_backend.attention.cute.sm100.shared_s import QkWarp, SharedSCorrectionWarps, SharedSSoftmaxWarps
 from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrectionWarps
 from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
@@ -197,6 +199,16 @@ def once(work: Any, thread: Any) -> Any:
     return cutlass.min(arrive_count_of(work, thread), 1)
 
 
+def unwaited(*_: Any) -> None:
+    """Does not wait."""
+
+
+def released_at_once(warp: MmaWarp, q_stage: Any, last: Any) -> None:
+    """Q is signalled as empty in the first step rather than the last one."""
+    RELEASE_Q(warp, q_stage, cutlass.Boolean(True))
+
+
+RELEASE_Q = MmaWarp.release_q
 WORK_TILE = Mask.work_tile
 
 
@@ -437,12 +449,138 @@ def test_swap_ab_objections(changes: dict[str, Any], facts: dict[str, Any], reas
     assert any(reason in objection for objection in config.objections(spec, from_arch("sm_100a").smem_bytes))
 
 
+# Two or three work tiles for each CTA, of one to seven key tiles; row_max grows.
+SHARED_S = (
+    Case(
+        id="narrow",
+        q_lens=(270, 20, 300, 40),
+        kv_lens=(290, 150, 401, 40),
+        heads=(2, 1),
+        dim=64,
+        page=32,
+        q_gain=4.0,
+        around=Surroundings(layout=Layout.SEPARATE),
+        why="work tiles of all lengths, beside requests of another kernel",
+    ),
+    Case(
+        id="windows",
+        q_lens=(140, 300),
+        kv_lens=(300, 430),
+        heads=(2, 2),
+        dim=96,
+        window=(90, None),
+        page=None,
+        sinks=True,
+        q_gain=4.0,
+        why="values before windows are cleared while the next S is made; packed keys",
+    ),
+    Case(
+        id="wider-keys",
+        q_lens=(140, 300),
+        kv_lens=(300, 430),
+        heads=(1, 1),
+        dim=96,
+        dim_v=32,
+        page=None,
+        q_gain=4.0,
+        why="values of another width",
+    ),
+)
+
+
+def sharing_s(planner: Planner, short: bool, index: int) -> Kernel:
+    """P in one piece or two, outputs through shared memory or not."""
+    if short:
+        return SplitKV(planner.spec, planner.target, scratch())
+    config = DenseConfig(
+        tile_n=(64, 96, 64, 32)[index % 4],
+        stages=2 + index // 2 % 2,
+        query_stages=2 - index // 3 % 2,
+        shared_s=True,
+        late_p_keys=32 * (index % 3 > 0) if index % 4 < 3 else 0,
+        direct_output=index % 3 == 1,
+        use_clc=index % 4 == 2,
+    )
+    assert config.objections(planner.spec, planner.target.smem_bytes) == []
+    return Prefill(planner.spec, planner.target, scratch(), config)
+
+
+@numbered(SHARED_S, ("narrow", "windows"))
+def test_shared_s(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: sharing_s(planner, short, index), index, sms=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("case", SHARED_S, ids=lambda case: case.id)
+def test_shared_s_on_every_schedule(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: sharing_s(planner, short, index + 1), index, sms=2)
+
+
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 6))])
+def test_shared_s_by_default_on_every_schedule(index: int) -> None:
+    case = SHARED_S[index // 3]
+    assert default_config(case.spec).shared_s
+    emulate(case, "sm_100a", defaults, index, sms=2)
+
+
+# Keys and values share stages, so that Q has one; outputs leave from registers.
+DIRECT = replace(SHARED_S[2], id="direct", dim=192, dim_v=128, why="Q of the next work tile replaces one that is read")
+
+
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.full) for i in range(1, 3))])
+def test_direct_outputs_by_default_on_every_schedule(index: int) -> None:
+    assert default_config(DIRECT.spec).direct_output
+    emulate(DIRECT, "sm_100a", defaults, index, sms=2)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("uncached")
+@pytest.mark.parametrize(
+    ("role", "name", "index"),
+    [
+        (QkWarp, "wait_s", 1),
+        (SharedSSoftmaxWarps, "wait_p", 1),
+        (SharedSSoftmaxWarps, "wait_final_stats_read", 1),
+        (SharedSCorrectionWarps, "wait_pv", 1),
+        (SharedSCorrectionWarps, "wait_others", 2),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_shared_s_mistakes_are_found(monkeypatch: pytest.MonkeyPatch, role: type, name: str, index: int) -> None:
+    monkeypatch.setattr(role, name, unwaited)
+    with pytest.raises((EmulatorError, AssertionError)):
+        emulate(SHARED_S[0], "sm_100a", lambda planner, short: sharing_s(planner, short, index + 1), index, sms=2)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("uncached")
+def test_q_released_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ahead of the last Q K^T."""
+    monkeypatch.setattr(MmaWarp, "release_q", released_at_once)
+    with pytest.raises((EmulatorError, AssertionError)):
+        emulate(DIRECT, "sm_100a", defaults, 1, sms=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "reason"),
+    [
+        ({"alternate": True}, {}, "S is shared"),
+        ({"softmax_warpgroups": 1}, {}, "S is shared"),
+        ({"dequant_stages": 2}, {"fp8": True}, "S is shared"),
+        ({}, {"dim": 144}, "columns of tensor memory"),
+        ({"direct_output": True, "softmax_warpgroups": 1}, {}, "direct outputs"),
+    ],
+)
+def test_shared_s_objections(changes: dict[str, Any], facts: dict[str, Any], reason: str) -> None:
+    smem_bytes = from_arch("sm_100a").smem_bytes
+    assert DenseConfig(shared_s=True).objections(SHARED_S[0].spec, smem_bytes) == []
+    spec, config = replace(SHARED_S[0], **facts).spec, replace(DenseConfig(shared_s=True), **changes)
+    assert any(reason in objection for objection in config.objections(spec, smem_bytes))
+
+
 # Several work tiles for two CTAs, each of more key tiles than there are stages; row_max grows.
 MANY = replace(PAIR_CASES[2], q_lens=(270, 20, 300), kv_lens=(290, 150, 401))
-
-
-def unwaited(*_: Any) -> None:
-    """Does not wait."""
 
 
 @pytest.mark.full
@@ -545,8 +683,9 @@ def test_default_config_fits_fp8(dim: int, default: Callable[[AttentionSpec], De
             for dequant_stages in (0, 2)
         ),
         DenseConfig(softmax_warpgroups=1, two_cta=True),
+        DenseConfig(shared_s=True),
     ],
-    ids=lambda config: f"{config.softmax_warpgroups}-{config.dequant_stages}-{config.two_cta}",
+    ids=lambda config: f"{config.softmax_warpgroups}-{config.dequant_stages}-{config.two_cta}-{config.shared_s}",
 )
 def test_roles_share_the_registers_of_a_cta(config: DenseConfig) -> None:
     """A role would wait forever for registers that no other role releases."""

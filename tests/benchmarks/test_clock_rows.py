@@ -60,6 +60,8 @@ def test_a_published_figure_stays_within_its_error():
     ("operator", "row", "right"),
     [
         ("flash", "hd128-h16-4x8k", 4 * 8192**2 * 128 * 16 * 4),
+        ("flash", "hd192v128-h16-2x1k-causal", (192 + 128) * 1024**2 * 16 * 2),
+        ("flash-decode", "hd64-h64x8-b8-k4k-q2", 4 * 2 * 4096 * 64 * 64 * 8),
         ("flash", "hd128-h16-4x8k-causal", 2 * 8192**2 * 128 * 16 * 4),
         ("flash-mla", "h128-b2-k4k", 2 * 2 * 128 * 4096 * (576 + 512)),
         ("cutlass-mla-fp8", "h128-b2-k4k", 2 * 2 * 128 * 4096 * (576 + 512)),

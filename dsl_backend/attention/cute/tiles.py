@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the dense kernels of all SMs share: key, smem layouts, TMA atoms, tile scheduler, stores of O."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,14 +265,16 @@ def store_rows(
         thread: index among the `threads` that call it.
     """
     vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
-    step = cutlass.const_expr(threads // vectors)
-    if cutlass.const_expr(threads % vectors == 0 and step % key.pack_gqa == 0 and count % step == 0):
-        # A thread keeps its column and its head.
-        own_row, column = first + thread // vectors, thread % vectors
+    row_threads = cutlass.const_expr(math.gcd(vectors, threads))
+    turns, step = cutlass.const_expr(vectors // row_threads), cutlass.const_expr(threads // row_threads)
+    if cutlass.const_expr(step % key.pack_gqa == 0 and count % step == 0):
+        # A thread keeps its columns and its head.
+        own_row, column = first + thread // row_threads, thread % row_threads
         offset = row_offset(out, work, key, own_row)
         stride = out.stride[0] * (step // key.pack_gqa)
-        for i in cutlass.range(count // step, unroll=4):
-            store_chunk(rows, out, work, key, own_row + i * step, column, offset)
+        for i in cutlass.range(count // step, unroll=max(1, 4 // turns)):
+            for turn in cutlass.range_constexpr(turns):
+                store_chunk(rows, out, work, key, own_row + i * step, column + turn * row_threads, offset)
             offset += stride
     else:
         for i in cutlass.range(count * vectors // threads, unroll=1):

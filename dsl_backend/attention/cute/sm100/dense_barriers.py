@@ -34,6 +34,7 @@ class Barriers(NamedTuple):
         s_full: S of an S stage, in tensor memory.
         p_full: P of an S stage is in tensor memory, and its O is rescaled, or free for a new work tile.
         late_p_full: P of the tile's last keys is too, where p_full is of those before.
+        s_empty, p_empty: softmax warps have S in registers, and P V is done, where the S stages share S.
         o_full: O of all S stages is complete.
         stats_full, stats_empty: a row's statistics in shared memory, from softmax to correction warps.
     """
@@ -56,6 +57,8 @@ class Barriers(NamedTuple):
     v_loaded: cute.Pointer | None = None
     v_taken: cute.Pointer | None = None
     late_p_full: cute.Pointer | None = None
+    s_empty: cute.Pointer | None = None
+    p_empty: cute.Pointer | None = None
 
 
 class TwoCtaBarriers(NamedTuple):
@@ -120,18 +123,22 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
     s_stages = config.softmax_warpgroups
     softmax_warps, correction_warps = s_stages * WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP
     dequant_warps = WARPS_PER_WARPGROUP if config.dequant_stages else 0
-    work_consumers = softmax_warps + correction_warps + LOAD_WARPS + MMA_WARPS + dequant_warps
+    mma_warps = MMA_WARPS + config.shared_s
+    work_consumers = softmax_warps + correction_warps + LOAD_WARPS + mma_warps + dequant_warps
     row_threads = WARPGROUP
-    arrays = load_mbar_arrays(config, dequant_warps or TMA, correction_warps, work_consumers)
+    q_consumer = UMMA if config.direct_output else correction_warps
+    arrays = load_mbar_arrays(config, dequant_warps or TMA, q_consumer, work_consumers)
     arrays |= {
         "s_full": MbarArray(s_stages, UMMA),
         "p_full": MbarArray(s_stages, row_threads + row_threads),  # softmax and correction
         "o_full": MbarArray(1, UMMA),
-        "stats_full": MbarArray(s_stages, row_threads),
+        "stats_full": MbarArray(config.stats_stages, row_threads),
         "stats_empty": MbarArray(s_stages, row_threads),
     }
     if config.late_p_keys:
         arrays["late_p_full"] = MbarArray(s_stages, row_threads)
+    if config.shared_s:
+        arrays |= {"s_empty": MbarArray(1, row_threads), "p_empty": MbarArray(s_stages, UMMA)}
     if config.dequant_stages:
         arrays |= dequant_mbar_arrays("kv", config.dequant_stages, dequant_warps)
     return arrays

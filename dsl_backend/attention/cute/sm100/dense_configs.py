@@ -25,7 +25,7 @@ P_COLUMNS = 32  # of P that a softmax thread has in registers at a time
 TENSOR_COLUMNS = 512  # of tensor memory
 SHARED_STAGES = 3  # of stages that K and V share: for V, the next K, and the V after it
 # First warps of the roles: up to two softmax warpgroups, a correction warpgroup, single warps, a dequant warpgroup.
-CORRECTION_WARP, MMA_WARP, LOAD_WARP, SCHEDULER_WARP, DEQUANT_WARP = 8, 13, 14, 15, 16
+CORRECTION_WARP, QK_WARP, MMA_WARP, LOAD_WARP, SCHEDULER_WARP, DEQUANT_WARP = 8, 12, 13, 14, 15, 16
 
 
 class Registers(NamedTuple):
@@ -37,6 +37,8 @@ class Registers(NamedTuple):
     dequant: int = 0
 
 
+SHARED_S_STATS_STAGES = 3  # of an S stage: two of key tiles in turn, and one of the end of a work tile
+
 CTA_PAIR = 2  # CTAs that multiply together (cta_group::2)
 TWO_CTA_S_STAGES = 2  # of each of them
 # First warps of the roles of such a CTA, after one softmax warpgroup, and all its warps.
@@ -44,6 +46,8 @@ TWO_CTA_CORRECTION_WARP, TWO_CTA_MMA_WARP, TWO_CTA_LOAD_WARP, TWO_CTA_SCHEDULER_
 
 # Times the threads of the roles, these are the 64 K registers of an SM.
 REGISTERS = Registers(softmax=200, correction=64, other=48)
+# With these, the correction warps of a shared S spilled 8 bytes.
+SHARED_S_REGISTERS = Registers(softmax=192, correction=80, other=48)
 # Warps 4 to 7 are idle: heads of 512 spilled 8 bytes with the registers that two softmax warpgroups leave.
 ONE_SOFTMAX_WARPGROUP_REGISTERS = Registers(softmax=200, correction=96, other=80)
 # 640 threads start with 96 each, since registers come in eights. Fewest bytes spilled (ptxas 13.0, heads of 128).
@@ -75,6 +79,8 @@ class DenseConfig:
             is operand A.
         tile_n: keys of a tile.
         stages: of K, and of V.
+        direct_output: outputs go from registers to global memory, and not through the stage of their Q, which is free
+            once Q K^T is done. Where Q has one stage, the next Q is loaded meanwhile.
         shared_kv_stages: K and V share three stages rather than having `stages` each; K's other
             columns have two of their own; see kv_stages.py.
         query_stages: of Q; an output leaves through the stage of its Q.
@@ -82,6 +88,8 @@ class DenseConfig:
         ex2_emulation: of each 16 exponentials, those computed on the FMA units rather than the special function units.
         late_p_keys: keys of a tile, the last ones, whose P is handed over by itself: the MMAs of those before need not
             wait for it. 0 for P in one piece.
+        shared_s: the S stages have S in the same columns of tensor memory in turn, and each has columns of its own for
+            P. So the next S is made while the softmax works on this one; see shared_s.py. Else P overwrites S.
         rescale_threshold: base-2 growth of row_max up to which O is not rescaled (conditional rescale).
         ctas_per_sm: 1, since a CTA has all of an SM's shared memory.
         use_clc: query tiles come from cluster launch control rather than from counters in memory.
@@ -95,10 +103,12 @@ class DenseConfig:
     tile_n: int = 128
     stages: int = 2
     query_stages: int = 1
+    direct_output: bool = False
     shared_kv_stages: bool = False
     min_split_tiles: int = 2
     ex2_emulation: int = 4
     late_p_keys: int = 0
+    shared_s: bool = False
     rescale_threshold: float = 8.0
     ctas_per_sm: int = 1
     use_clc: bool = False
@@ -132,13 +142,26 @@ class DenseConfig:
             return SWAP_AB_REGISTERS
         if self.dequant_stages:
             return DEQUANT_REGISTERS
+        if self.shared_s:
+            return SHARED_S_REGISTERS
         return REGISTERS if self.softmax_warpgroups > 1 else ONE_SOFTMAX_WARPGROUP_REGISTERS
 
+    @property
+    def p_columns(self) -> int:
+        """Columns of tensor memory of an S stage's P, in addition to those of S."""
+        return self.tile_n // 2 if self.shared_s else 0
+
+    @property
+    def stats_stages(self) -> int:
+        """Stages of a row's statistics, over all S stages; see shared_s.py."""
+        return self.s_stages * (SHARED_S_STATS_STAGES if self.shared_s else 1)
+
     def tmem_columns(self, spec: AttentionSpec) -> int:
-        """Columns of tensor memory: S, which P overwrites, and O."""
+        """Columns of tensor memory: S, P where it does not overwrite S, and O."""
         if self.swap_ab:
             return 2 * self.s_stages * self.swap_ab
-        return self.s_stages * self.tile_n + self.softmax_warpgroups * padded(v_split_dim(spec.head_dim_v))
+        scores = (1 if self.shared_s else self.s_stages) * self.tile_n + self.s_stages * self.p_columns
+        return scores + self.softmax_warpgroups * padded(v_split_dim(spec.head_dim_v))
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a CTA."""
@@ -150,8 +173,10 @@ class DenseConfig:
         keys = self.tile_n * columns // (CTA_PAIR if self.two_cta else 1)
         fp8_bytes = self.dequant_stages * self.tile_n * (dims + dims_v)
         pipelines = self.query_stages + 2 * self.stages + 2 * self.dequant_stages
-        barriers = MBARRIER_BYTES * (2 * pipelines + (5 if self.late_p_keys else 4) * self.s_stages + 1)
-        statistics = 2 * 4 * self.s_stages * MMA_M
+        of_s_stage = 3 + (self.late_p_keys > 0) + self.shared_s
+        others = of_s_stage * self.s_stages + self.shared_s + self.stats_stages + 1
+        barriers = MBARRIER_BYTES * (2 * pipelines + others)
+        statistics = 2 * 4 * self.stats_stages * MMA_M
         if self.swap_ab:
             # P goes through shared memory.
             statistics = 4 * self.s_stages * self.swap_ab * SWAP_AB_STATS
@@ -180,6 +205,10 @@ class DenseConfig:
             reasons += self.swap_ab_objections(spec)
         if self.late_p_keys:
             reasons += self.late_p_objections()
+        if self.shared_s and (self.alternate or self.softmax_warpgroups != 2 or self.dequant_stages):
+            reasons.append("S is shared by two softmax warpgroups with query rows of their own, and keys of 16 bits")
+        if self.direct_output and (self.softmax_warpgroups != 2 or self.alternate):
+            reasons.append("direct outputs are those of two softmax warpgroups with query rows of their own")
         if spec.batch_invariant:
             reasons += self.batch_invariant_objections()
         if self.tmem_columns(spec) > TENSOR_COLUMNS:
@@ -208,8 +237,10 @@ class DenseConfig:
             reasons.append("S stages that alternate sum keys in another order than the kernel of long queries")
         if self.ex2_emulation:
             reasons.append("masked tiles emulate no exponential: whether a tile is masked depends on other rows")
-        if self.two_cta or self.use_clc:
-            reasons.append("batch-invariant layers go without two-CTA MMAs and cluster launch control")
+        if self.two_cta or self.use_clc or self.shared_s or self.direct_output:
+            reasons.append(
+                "batch-invariant layers go without two-CTA MMAs, cluster launch control, shared S and direct outputs"
+            )
         return reasons
 
     def late_p_objections(self) -> list[str]:
@@ -288,7 +319,7 @@ def long_query_config(spec: AttentionSpec) -> DenseConfig:
         return DenseConfig(softmax_warpgroups=1, tile_n=32, stages=2)
     # Two stages of Q and P in two pieces: by the emulator's clock (docs/emulator-clock.md).
     if widest <= 96:
-        return DenseConfig(stages=2, query_stages=2, late_p_keys=32)
+        return DenseConfig(stages=2, query_stages=2, late_p_keys=32, shared_s=True)
     # MMAs of wider heads take longer than seven eighths of the exponentials.
     if widest <= 128:
         wide = DenseConfig(ex2_emulation=2, late_p_keys=32)
@@ -301,7 +332,7 @@ def long_query_config(spec: AttentionSpec) -> DenseConfig:
             return DenseConfig(tile_n=96, stages=2, ex2_emulation=2)
         # MMAs over 256 columns in all take as long as all exponentials.
         ex2_emulation = 0 if spec.head_dim + spec.head_dim_v > 256 else 2
-        return DenseConfig(shared_kv_stages=True, ex2_emulation=ex2_emulation, late_p_keys=32)
+        return DenseConfig(shared_kv_stages=True, direct_output=True, ex2_emulation=ex2_emulation, late_p_keys=32)
     if padded(spec.head_dim_v) % (CTA_PAIR * 16) == 0:
         return DenseConfig(softmax_warpgroups=1, two_cta=True)
     return DenseConfig(softmax_warpgroups=1, tile_n=64, stages=2)
@@ -316,7 +347,7 @@ def default_split_config(spec: AttentionSpec) -> DenseConfig:
 
 def batch_invariant_config(spec: AttentionSpec) -> DenseConfig:
     """For long queries of a batch-invariant layer."""
-    config = replace(long_query_config(spec), ex2_emulation=0)
+    config = replace(long_query_config(spec), ex2_emulation=0, shared_s=False, direct_output=False)
     if spec.is_fp8_kv:
         # With the fold, ptxas 13.0 has no registers for P in two pieces: 56 bytes spill, and 8 without.
         config = replace(config, late_p_keys=0)

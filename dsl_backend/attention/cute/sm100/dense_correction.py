@@ -19,9 +19,9 @@ from dsl_backend.attention.cute.sm100.folded_row import FoldedRow, is_last_split
 from dsl_backend.attention.cute.sm100.idle_warps import arrive, arrive_count_of
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
 from dsl_backend.attention.cute.softmax import finalize
-from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel, store_rows
+from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel, row_offset, store_rows
 from dsl_backend.primitives import tmem
-from dsl_backend.primitives.copy import clear_rows, store_vector
+from dsl_backend.primitives.copy import clear_rows, exchange_vectors, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
 
@@ -212,21 +212,44 @@ class CorrectionWarps:
         kv_idx: cutlass.Int32,
     ):
         """All of correct_work_tile after the first P, with its arguments."""
+        self.rescale_all(work, work_idx, kv_idx)
+        # Before O is complete: the softmax warps wait for this at the next work tile.
+        row_sums, row_maxes = [], []
+        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+            row_sum, row_max = self.final_stats_of(s_stage, work, work_idx, kv_idx)
+            row_sums.append(row_sum)
+            row_maxes.append(row_max)
+        self.wait_o(work_idx)
+        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
+            row_sum, row_max = row_sums[s_stage], row_maxes[s_stage]
+            row = s_stage * MMA_M + self.thread
+            self.epilogue(whole, work, row, q_stage, row_max, row_sum, [(s_stage, None)])
+
+    @cute.jit
+    def rescale_all(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
+        """Rescale O for each P of a work tile but the first."""
         first_idx, num_tiles = kv_idx + work_idx, work.n_block_max - work.n_block_min
         for stats_idx in cutlass.range(first_idx + 1, first_idx + num_tiles, unroll=1):
             self.clear_v_before_window(work, kv_idx, stats_idx - first_idx)
             for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
                 self.next_p(s_stage, stats_idx)
-        self.wait_o(work_idx)
-        for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
-            row_sum, row_max = self.final_stats(s_stage, first_idx + num_tiles)
-            row = s_stage * MMA_M + self.thread
-            self.epilogue(whole, work, row, q_stage, row_max, row_sum, [(s_stage, None)])
+
+    @cute.jit
+    def final_stats_of(
+        self, s_stage: cutlass.Constexpr[int], work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32
+    ):
+        """(row_sum, row_max) of this thread's row of an S stage that has all key tiles of a work tile."""
+        return self.final_stats(s_stage, kv_idx + work_idx + work.n_block_max - work.n_block_min)
 
     @cute.jit
     def store_tile(self, work: WorkTile, q_stage: cutlass.Int32):
-        """Store the output tile from shared memory; then the Q stage and O are free."""
+        """Store the output tile from shared memory, if it is there; then the Q stage and O are free."""
         tmem.before_sync()
+        if cutlass.const_expr(not self.config.direct_output):
+            self.store_tile_from_smem(work, q_stage)
+
+    @cute.jit
+    def store_tile_from_smem(self, work: WorkTile, q_stage: cutlass.Int32):
         self.sync_warpgroup()
         if work.partial_idx == NOT_SPLIT:
             sO = self.sO[None, None, q_stage]
@@ -421,14 +444,51 @@ class CorrectionWarps:
             mLSE = self.lse
             if row < lse_rows(self.key, work):
                 mLSE[work.q_offset + row // self.key.pack_gqa, head] = row_lse
+        if cutlass.const_expr(self.config.direct_output):
+            self.store_normalized_directly(work, row, out_scale, o_scales)
+        else:
+            self.store_normalized_to_smem(work, row, q_stage, out_scale, o_scales)
+
+    @cute.jit
+    def store_normalized_directly(
+        self, work: WorkTile, row: cutlass.Int32, out_scale: cutlass.Float32, o_scales: cutlass.Constexpr
+    ):
+        """Store a row of the output. Two lanes write 32 bytes of a row, a sector, at once."""
+        rows = [row // 2 * 2, row // 2 * 2 + 1]
+        offsets = [row_offset(self.out, work, self.key, one) for one in rows]
+        own = self.thread % 2 * VECTOR
+        for group in cutlass.range(self.kernel.dims_v // O_COLUMNS, unroll=1):
+            column, rO = group * O_COLUMNS + own, self.rounded(work, group, out_scale, o_scales)
+            exchange_vectors(rO, self.thread)
+            if column < self.key.columns:
+                for parity in cutlass.range_constexpr(2):
+                    if rows[parity] < work.num_rows:
+                        for i in cutlass.range_constexpr(parity, O_COLUMNS // VECTOR, 2):
+                            store_vector(rO[None, i], self.out.iterator, offsets[parity] + column)
+
+    @cute.jit
+    def rounded(self, work: WorkTile, group: cutlass.Int32, out_scale: cutlass.Float32, o_scales: cutlass.Constexpr):
+        """O_COLUMNS columns of this thread's row of the output, [element, vector]."""
+        acc_O = self.load_o_sum(work, group * O_COLUMNS, o_scales)
+        rO = cute.make_rmem_tensor((VECTOR, O_COLUMNS // VECTOR), self.kernel.dtype)
+        for j in cutlass.range_constexpr(0, O_COLUMNS, 2):
+            pair = mul_pair((acc_O[j], acc_O[j + 1]), (out_scale, out_scale))
+            rO[j], rO[j + 1] = pair[0].to(self.kernel.dtype), pair[1].to(self.kernel.dtype)
+        return rO
+
+    @cute.jit
+    def store_normalized_to_smem(
+        self,
+        work: WorkTile,
+        row: cutlass.Int32,
+        q_stage: cutlass.Int32,
+        out_scale: cutlass.Float32,
+        o_scales: cutlass.Constexpr,
+    ):
         sO = self.sO[None, None, q_stage]
         # Unrolled, the addresses of all column groups would be in registers.
         for group in cutlass.range(self.kernel.dims_v // O_COLUMNS, unroll=1):
-            acc_O = self.load_o_sum(work, group * O_COLUMNS, o_scales)
-            rO = cute.make_rmem_tensor((VECTOR, O_COLUMNS // VECTOR), self.kernel.dtype)
-            for j in cutlass.range_constexpr(0, O_COLUMNS, 2):
-                pair = mul_pair((acc_O[j], acc_O[j + 1]), (out_scale, out_scale))
-                rO[j], rO[j + 1] = pair[0].to(self.kernel.dtype), pair[1].to(self.kernel.dtype)
+            rO = self.rounded(work, group, out_scale, o_scales)
             for i in cutlass.range_constexpr(O_COLUMNS // VECTOR):
                 target = cute.local_tile(sO, (1, VECTOR), (row, group * (O_COLUMNS // VECTOR) + i))
                 cute.autovec_copy(rO[None, i], cute.group_modes(target, 0, 2))

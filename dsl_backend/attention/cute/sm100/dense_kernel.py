@@ -29,6 +29,7 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     LOAD_WARP,
     MMA_M,
     MMA_WARP,
+    QK_WARP,
     SCHEDULER_WARP,
     TENSOR_COLUMNS,
     DenseConfig,
@@ -41,6 +42,12 @@ from dsl_backend.attention.cute.sm100.kv_stages import (
     SeparateKVStages,
     SharedKVLoadWarp,
     SharedKVStages,
+)
+from dsl_backend.attention.cute.sm100.shared_s import (
+    PvWarp,
+    QkWarp,
+    SharedSCorrectionWarps,
+    SharedSSoftmaxWarps,
 )
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.errors import InvalidInput
@@ -156,7 +163,7 @@ class DenseForward(TiledKernel):
         loaded_k, loaded_v = self.loaded(allocator, kv_stages.sK[0], kv_stages.sV)
         sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         sStats = allocator.allocate_tensor(
-            cutlass.Float32, cute.make_layout((MMA_M, 2, self.s_stages)), byte_alignment=16
+            cutlass.Float32, cute.make_layout((MMA_M, 2, config.stats_stages)), byte_alignment=16
         )
         tmem_holding_buf = allocator.allocate_array(cutlass.Int32, 1)
         barriers = Barriers(**allocate_mbarriers(allocator, mbar_arrays(config)))
@@ -178,13 +185,15 @@ class DenseForward(TiledKernel):
             # S stage 0 comes first, and of two warps that could issue a scheduler is said to take the younger one
             # (arXiv 2503.20481): the second warpgroup has it. By the clock 1 to 10 % of the time.
             s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
-            SoftmaxWarps(self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
+            softmax = SharedSSoftmaxWarps if config.shared_s else SoftmaxWarps
+            softmax(self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)
             own_outputs = outputs._replace(
                 fold_workspace=cta_fold_workspace(outputs.fold_workspace, self.tile_m, self.dims_v)
             )
-            CorrectionWarps(
+            correction = SharedSCorrectionWarps if config.shared_s else CorrectionWarps
+            correction(
                 self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sO, own_outputs, requests, scoring
             ).run()
         elif warp >= DEQUANT_WARP:
@@ -193,8 +202,11 @@ class DenseForward(TiledKernel):
                 DequantWarps(self, work_pipeline, barriers, loaded_k, kv_stages.sK[0], loaded_v, kv_stages.sV).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
+            if cutlass.const_expr(config.shared_s):
+                if warp == QK_WARP:
+                    QkWarp(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
             if warp == MMA_WARP:
-                role = AlternatingMmaWarp if self.alternate else MmaWarp
+                role = PvWarp if config.shared_s else AlternatingMmaWarp if self.alternate else MmaWarp
                 role(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
             if warp == LOAD_WARP:
                 load_barriers = tma_barriers(barriers)

@@ -64,7 +64,7 @@ class MmaWarp:
         self.tmem_O = [tmem_ptr + tmem_offset_O(kernel, s_stage) for s_stage in range(kernel.s_stages)]
         self.tOrP = [
             cute.make_tensor(
-                cute.recast_ptr(tmem_ptr + tmem_offset_S(kernel, s_stage), dtype=kernel.dtype_v), tOrP.layout
+                cute.recast_ptr(tmem_ptr + tmem_offset_P(kernel, s_stage), dtype=kernel.dtype_v), tOrP.layout
             )
             for s_stage in range(kernel.s_stages)
         ]
@@ -75,8 +75,7 @@ class MmaWarp:
         work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            q_stage = stage_of(work_idx, self.config.query_stages)
-            cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(work_idx, self.config.query_stages))
+            q_stage = self.wait_q(work_idx)
             if cutlass.const_expr(self.kernel.key.tiles_per_split):
                 for index in cutlass.range(num_splits_of(self.kernel.key, work), unroll=1):
                     kv_idx = self.mma_tiles(split_of(self.kernel.key, work, index), q_stage, kv_idx)
@@ -94,6 +93,7 @@ class MmaWarp:
         for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
             self.issue_qk(s_stage, q_stage, kv_idx)
         self.release(self.barriers.k_empty, kv_idx)
+        self.release_q(q_stage, num_tiles == 1)
         self.wait_v(kv_idx)
         for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
             self.pv(s_stage, kv_idx, kv_idx, False, self.v_released(s_stage, kv_idx))
@@ -101,6 +101,7 @@ class MmaWarp:
                 self.next_qk(s_stage, q_stage, kv_idx)
         for step in cutlass.range(1, num_tiles, unroll=1):
             tile = kv_idx + step
+            self.release_q(q_stage, step == num_tiles - 1)
             self.wait_v(tile)
             for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
                 self.pv(s_stage, tile, tile, True, self.v_released(s_stage, tile))
@@ -125,6 +126,13 @@ class MmaWarp:
         return [self.barriers.v_empty + stage_of(kv_idx, self.config.stages)] if s_stage == last else []
 
     @cute.jit
+    def wait_q(self, work_idx: cutlass.Int32):
+        """Wait for Q of a work tile; its stage."""
+        q_stage = stage_of(work_idx, self.config.query_stages)
+        cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(work_idx, self.config.query_stages))
+        return q_stage
+
+    @cute.jit
     def wait_k(self, kv_idx: cutlass.Int32):
         cute.arch.mbarrier_wait(
             self.barriers.k_full + stage_of(kv_idx, self.config.stages), phase_of(kv_idx, self.config.stages)
@@ -140,6 +148,13 @@ class MmaWarp:
     def release(self, mbar_empty: cute.Pointer, kv_idx: cutlass.Int32):
         """Signal that the stage is empty once all MMAs so far are done."""
         self.commit(mbar_empty + stage_of(kv_idx, self.config.stages))
+
+    @cute.jit
+    def release_q(self, q_stage: cutlass.Int32, last: cutlass.Boolean):
+        """Signal that the Q stage is empty, after the `last` Q K^T of a work tile, if the output does not need it."""
+        if cutlass.const_expr(self.config.direct_output):
+            if last:
+                self.commit(self.barriers.q_empty + q_stage)
 
     @cute.jit
     def commit(self, *mbars: cute.Pointer):
@@ -167,7 +182,7 @@ class MmaWarp:
         s_stage: cutlass.Constexpr[int],
         kv_idx: cutlass.Int32,
         p_idx: cutlass.Int32,
-        accumulate: cutlass.Constexpr[bool],
+        accumulate: bool | cutlass.Boolean,
         released: cutlass.Constexpr[Sequence] = (),
     ):
         """O (+)= P V, once P of the S stage is written and its O rescaled. `p_idx` counts the tiles of the S stage."""
@@ -187,7 +202,7 @@ class MmaWarp:
         self,
         s_stage: int,
         kv_idx: cutlass.Int32,
-        accumulate: bool,
+        accumulate: bool | cutlass.Boolean,
         released: Sequence[cute.Pointer],
         k_blocks: range | None = None,
     ) -> None:
@@ -206,8 +221,7 @@ class AlternatingMmaWarp(MmaWarp):
         work = self.work_pipeline.consume(work_idx)
         valid = work.valid
         while valid != 0:
-            q_stage = stage_of(work_idx, self.config.query_stages)
-            cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(work_idx, self.config.query_stages))
+            q_stage = self.wait_q(work_idx)
             num_tiles = work.n_block_max - work.n_block_min
             self.qk_if_exists(0, q_stage, kv_idx, 0, num_tiles)
             self.qk_if_exists(1, q_stage, kv_idx, 1, num_tiles)
@@ -264,9 +278,16 @@ class AlternatingMmaWarp(MmaWarp):
 
 
 def tmem_offset_S(kernel: TiledKernel, s_stage: int | cutlass.Int32) -> int | cutlass.Int32:
-    """First column of S, which P overwrites."""
-    return s_stage * kernel.tile_n
+    """First column of S, which P overwrites if it has none of its own."""
+    return 0 if kernel.config.shared_s else s_stage * kernel.tile_n
+
+
+def tmem_offset_P(kernel: TiledKernel, s_stage: int | cutlass.Int32) -> int | cutlass.Int32:
+    if kernel.config.shared_s:
+        return kernel.tile_n + s_stage * kernel.config.p_columns
+    return tmem_offset_S(kernel, s_stage)
 
 
 def tmem_offset_O(kernel: TiledKernel, s_stage: int | cutlass.Int32) -> int | cutlass.Int32:
-    return kernel.s_stages * kernel.tile_n + s_stage * kernel.dims_v
+    scores = (1 if kernel.config.shared_s else kernel.s_stages) * kernel.tile_n
+    return scores + kernel.s_stages * kernel.config.p_columns + s_stage * kernel.dims_v

@@ -162,6 +162,7 @@ class SoftmaxWarps:
         tmem.after_sync()
         tmem.load(self.tmem_ptr, tmem_offset, self.acc_S, self.thread)
         cute.arch.fence_view_async_tmem_load()
+        self.s_taken(s_stage)
         scores = [self.acc_S[j] for j in range(self.kernel.tile_n)]
         position = work.q_position + self.row // self.key.pack_gqa
         step = s_idx - first_idx
@@ -182,16 +183,31 @@ class SoftmaxWarps:
         self.row_max[0] = row_max
         row_max_scaled = finite_or_zero(row_max) * self.score_mod.softmax_scale_log2
         acc_scale = exp2(row_max_prev * self.score_mod.softmax_scale_log2 - row_max_scaled)
-        self.sStats[self.thread, ACC_SCALE, s_stage] = acc_scale
-        arrive(self.barriers.stats_full + s_stage, self.arrive_count)
+        self.send_acc_scale(acc_scale, s_stage, s_idx)
         if cutlass.const_expr(self.kernel.dims_v > NARROW and self.config.late_p_keys > 0):
             hold_order()
-        p_sum = self.store_p(scores, row_max_scaled, 0 if masked else self.ex2_emulation, tmem_offset, s_stage)
+        emulated = 0 if masked else self.ex2_emulation
+        p_sum = self.store_p(scores, row_max_scaled, emulated, self.p_offset(tmem_offset, s_stage), s_stage, s_idx)
         self.row_sum[0] = self.row_sum[0] * acc_scale + (p_sum[0] + p_sum[1])
 
     def s_stage_of(self, s_idx: cutlass.Int32) -> tuple:
         """Of a key tile: the S stage, the phase of its mbarriers, the first column of S in tensor memory."""
         return self.s_stage, s_idx & 1, self.tmem_offset
+
+    def s_taken(self, s_stage: cutlass.Int32 | int) -> None:
+        """S is in registers."""
+
+    def send_acc_scale(self, acc_scale: cutlass.Float32, s_stage: cutlass.Int32 | int, s_idx: cutlass.Int32) -> None:
+        """What O is multiplied by, to the correction warps."""
+        self.sStats[self.thread, ACC_SCALE, s_stage] = acc_scale
+        arrive(self.barriers.stats_full + s_stage, self.arrive_count)
+
+    def p_offset(self, tmem_offset: cutlass.Int32 | int, s_stage: cutlass.Int32 | int) -> cutlass.Int32 | int:
+        """First column of P in tensor memory; `tmem_offset`: of S."""
+        return tmem_offset
+
+    def wait_p(self, s_stage: cutlass.Int32 | int, s_idx: cutlass.Int32) -> None:
+        """Wait until P of the tile before was read. In the columns of S nothing is left to wait for."""
 
     def arrive_p_full(self, s_stage: cutlass.Int32 | int) -> None:
         arrive(self.barriers.p_full + s_stage, self.arrive_count)
@@ -203,6 +219,7 @@ class SoftmaxWarps:
         ex2_emulation: int,
         tmem_offset: cutlass.Int32 | int,
         s_stage: cutlass.Int32 | int,
+        s_idx: cutlass.Int32,
     ) -> Pair:
         """Store P over S, few columns at a time, so that few are in registers, and hand it over; its sum, as a pair."""
         sums: list = []
@@ -215,6 +232,8 @@ class SoftmaxWarps:
             rP = cute.make_rmem_tensor(len(probs), self.kernel.dtype_v)
             rP.store(rP_f32.load().to(self.kernel.dtype_v))
             rP_words = cute.recast_tensor(rP, cutlass.Float32)
+            if first == 0:
+                self.wait_p(s_stage, s_idx)
             tmem.store(rP_words, self.tmem_ptr, tmem_offset + first // 2, self.thread)
             for j, pair in enumerate(zip(probs[::2], probs[1::2], strict=True)):
                 if len(sums) < ROW_SUMS:
