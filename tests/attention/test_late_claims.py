@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Query tiles that SM90's prefill claims late: when a CTA has nearly loaded the tile before."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dsl_backend.attention.cute.host import function_of
 from dsl_backend.attention.cute.loader import dense
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig, default_split_config
 from dsl_backend.attention.cute.sm90.dense_host import Prefill, SplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.compile import forget
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import emulate, scratch
@@ -64,17 +61,6 @@ MISTAKES = (
     Mistake("never", dense, IN_LOOP, "n_block < 0"),
     Mistake("short ones twice", dense, "work.n_block_min <= LATE_KEY_TILES", "work.n_block_min <= LATE_KEY_TILES + 1"),
 )
-
-
-@pytest.fixture
-def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled for the test, and nothing is left of them."""
-    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
-    forget()
-    function_of.cache_clear()
-    yield
-    forget()
-    function_of.cache_clear()
 
 
 @pytest.mark.usefixtures("uncached")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM100 kernels on the emulator: correct, and without findings, whatever surrounds their data."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import cutlass
 import pytest
 
-from dsl_backend.attention.cute.host import function_of, nothing
+from dsl_backend.attention.cute.host import nothing
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.two_cta import TwoCtaTileScheduler
 from dsl_backend.attention.cute.sizes import packed_gqa_heads, padded
@@ -33,7 +33,6 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec, Batch
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime.compile import forget
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id
 from dsl_backend.testing.inputs import Layout, Surroundings
@@ -222,17 +221,6 @@ def whole_from_the_beginning(*args: Any) -> Any:
     """The tile in which a row's window begins is not masked."""
     work = WORK_TILE(*args)
     return work._replace(n_block_full_min=work.n_block_min)
-
-
-@pytest.fixture
-def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled for the test alone, and not cached."""
-    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
-    forget()
-    function_of.cache_clear()
-    yield
-    forget()
-    function_of.cache_clear()
 
 
 @pytest.mark.full

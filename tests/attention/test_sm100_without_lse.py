@@ -6,7 +6,7 @@ Masked tiles have no emulated exponentials: a case needs key tiles that all rows
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from dsl_backend.attention.cute import score_mod
-from dsl_backend.attention.cute.host import function_of
 from dsl_backend.attention.cute.sm100 import dense_kernel, dense_softmax
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig, default_config
 from dsl_backend.attention.cute.sm100.dense_host import Prefill, SplitKV
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.primitives import math as device_math
-from dsl_backend.runtime.compile import forget
 from dsl_backend.testing.cases import FP16, FULL, Case
 from dsl_backend.testing.inputs import Problem
 from tests.attention.emulated import emulate, scratch
@@ -231,17 +229,6 @@ MISTAKES = (
         "alibi-full",
     ),
 )
-
-
-@pytest.fixture
-def uncached(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels are compiled for the test, and nothing is left of them."""
-    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
-    forget()
-    function_of.cache_clear()
-    yield
-    forget()
-    function_of.cache_clear()
 
 
 @pytest.mark.full

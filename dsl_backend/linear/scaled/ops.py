@@ -67,7 +67,7 @@ def scaled_linear(
 
 def scaled_linear_fake(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
@@ -102,7 +102,7 @@ def scaled_linear_dynamic(
 
 def scaled_linear_dynamic_fake(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,

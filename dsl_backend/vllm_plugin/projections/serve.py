@@ -33,14 +33,13 @@ def serve_projections(model: nn.Module, vllm_config: Any) -> None:
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
     measured = options.of(vllm_config).projections is ServedBy.MEASURED
-    batch_invariant = compat.is_batch_invariant()
     served, left = serve_each(
         projections(model),
         lambda layer: against_engine or judge(layer, vllm_config, target),
-        lambda layer, _: replace(layer, measured, batch_invariant),
+        lambda layer, spec: replace(layer, measured, spec.batch_invariant),
     )
     _served.append(served)
-    ahead.compile_linear(vllm_config, served.values(), most_rows=most_rows(batch_invariant))
+    ahead.compile_linear(vllm_config, served.values(), most_rows=most_rows(compat.is_batch_invariant()))
     kinds = Counter((type(model.get_submodule(name)).__name__, spec) for name, spec in served.items())
     report(kinds, left, target, measured)
 

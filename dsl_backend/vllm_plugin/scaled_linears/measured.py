@@ -160,22 +160,6 @@ def layer(
     return run(Rows(x, x_scale), of_weight, bias, out_scale, how, name)[0]
 
 
-def layer_fake(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_scale: torch.Tensor | None,
-    formats: str,
-    activation: str,
-    parameters: list[float],
-    *options: object,
-) -> torch.Tensor:
-    how = ops.how_of(formats, activation, parameters)
-    return eager.outputs(x, eager.columns(weight, how.activation), how, out_scale)[0]
-
-
 def layer_dynamic(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -196,25 +180,8 @@ def layer_dynamic(
     return out, computed
 
 
-def layer_dynamic_fake(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    formats: str,
-    activation: str,
-    parameters: list[float],
-    *options: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    how = ops.how_of(formats, activation, parameters)
-    out, computed = eager.outputs(x, eager.columns(weight, how.activation), how, None)
-    assert computed is not None
-    return out, computed
-
-
-LAYER = register_op("measured_scaled_linear", layer, fake=layer_fake)
-LAYER_DYNAMIC = register_op("measured_scaled_linear_dynamic", layer_dynamic, fake=layer_dynamic_fake)
+LAYER = register_op("measured_scaled_linear", layer, fake=ops.scaled_linear_fake)
+LAYER_DYNAMIC = register_op("measured_scaled_linear_dynamic", layer_dynamic, fake=ops.scaled_linear_dynamic_fake)
 
 
 class Measured(ServedByDsl):
