@@ -23,7 +23,14 @@ SHARED = 4  # values that share a reciprocal
 
 
 class ScalarArithmetic:
-    """One value for each instruction, for any SM."""
+    """One value for each instruction, for any SM.
+
+    Attributes:
+        apart: values share no reciprocals. Those of a thread belong to two rows or more, and sharing changes last bits.
+    """
+
+    def __init__(self, *, apart: bool) -> None:
+        self.shared = 1 if apart else SHARED
 
     def products(self, *factors: Sequence) -> list:
         """Elementwise, from left to right."""
@@ -49,13 +56,13 @@ class ScalarArithmetic:
 
         Four values share one reciprocal, that of their denominators' product: the MUFU unit, which computes reciprocals
         and exponentials, limits the epilogue with 16 values a cycle. Denominators are 1 + e^-|x|, at most 2, so that no
-        product overflows and no branch or fallback is needed.
+        product overflows and no branch or fallback is needed. Values that are `apart` have a reciprocal each.
         """
         if scale != 1:
             xs = [x * scale for x in xs]
         found: list = []
-        for first in range(0, len(xs), SHARED):
-            some = xs[first : first + SHARED]
+        for first in range(0, len(xs), self.shared):
+            some = xs[first : first + self.shared]
             powers = [exp2(cute.math.absf(x) * -LOG2_E) for x in some]
             # fmin(NaN, 1) is 1, which keeps a NaN away from the other three; its own power is NaN all the same.
             sums = [cute.arch.fmin(power, 1.0) + 1.0 for power in powers]

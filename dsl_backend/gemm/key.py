@@ -13,7 +13,11 @@ ConfigT = TypeVar("ConfigT", bound=GemmTiles | SmallMTiles, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class GemmKey(Generic[ConfigT]):
-    """All that a kernel's code depends on; see `spec.GemmSpec`. The configuration's class says which kernel it is."""
+    """All that a kernel's code depends on; see `spec.GemmSpec`. The configuration's class says which kernel it is.
+
+    Attributes:
+        apart: an activation's values share no arithmetic: the bits of one do not depend on another row's.
+    """
 
     dtypes: Dtypes
     activation: Activation | None
@@ -21,3 +25,4 @@ class GemmKey(Generic[ConfigT]):
     bias: bool
     residual: bool
     config: ConfigT
+    apart: bool = False

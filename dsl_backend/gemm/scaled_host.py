@@ -32,6 +32,7 @@ def key_of(spec: ScaledGemmSpec, config: Config, column_major: bool) -> ScaledKe
         bias=spec.bias,
         residual=False,
         config=config,
+        apart=spec.batch_invariant and spec.activation is not None,
         x=spec.x,
         weight=spec.weight,
         out=spec.out,

@@ -34,7 +34,7 @@ class SmallMGemm(SmallMGemmBase):
     def __init__(self, key: GemmKey[SmallMConfig]):
         # Packed arithmetic needs registers beside a thread's up to 128 accumulators: ptxas spilled up to 32 bytes (64
         # tokens, residual).
-        super().__init__(key, ScalarArithmetic())
+        super().__init__(key, ScalarArithmetic(apart=key.apart))
         self.tmem_columns, self.threads = key.config.tmem_columns, key.config.threads
         self.thread_tokens, self.trades_registers = self.accumulators // 2, key.config.trades_registers
         self.load_edge = Edge("x and weights", TMA, UMMA, self.stages)

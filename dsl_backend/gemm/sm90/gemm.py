@@ -38,7 +38,7 @@ class Gemm(GemmBase):
     min_ctas = 0
 
     def __init__(self, key: GemmKey[ConsumerTiles]):
-        super().__init__(key, ScalarArithmetic())
+        super().__init__(key, ScalarArithmetic(apart=key.apart))
         config = key.config
         self.pingpong, self.consumer_m, self.mma_tiles_m = config.pingpong, config.consumer_m, config.mma_tiles_m
         self.consumers, self.consumer_registers = config.consumers, config.consumer_registers

@@ -27,7 +27,7 @@ class SmallMGemm(SmallMGemmBase):
     """See `gemm/small_m.py`."""
 
     def __init__(self, key: GemmKey[SmallMConfig]):
-        super().__init__(key, ScalarArithmetic())
+        super().__init__(key, ScalarArithmetic(apart=key.apart))
         config = key.config
         self.split_tokens, self.threads = config.split_tokens, config.threads
         self.trades_registers = config.trades_registers
