@@ -95,10 +95,20 @@ def load(file: Path) -> dict[str, dict[int, int]]:
 
 
 def first_difference(mine: Mapping[str, Mapping[int, int]], alone: Mapping[str, Mapping[int, int]]) -> str:
-    """The first module with other bits at a position that both recorded, in the order of their calls."""
-    for name, bits in mine.items():
-        both = sorted(bits.keys() & alone.get(name, {}).keys())
-        other = [position for position in both if bits[position] != alone[name][position]]
-        if other:
-            return f"{name}: {len(other)} of {len(both)} tokens, the first at position {other[0]}"
-    return "no module: what differs comes behind them"
+    """The first module with other bits at a position that both recorded, in the order of their calls.
+
+    What is called first is the embedding: where it differs there was another token, because the step's first request
+    was another one or because the tokens before it had led elsewhere. Nothing is compared from there on.
+    """
+    embedding, *modules = mine
+
+    def others(name: str) -> list[int]:
+        theirs = alone.get(name, {})
+        return sorted(position for position, bits in mine[name].items() if theirs.get(position, bits) != bits)
+
+    end = min(others(embedding), default=None)
+    until = "" if end is None else f"; other tokens from position {end} on"
+    for name in modules:
+        if other := [position for position in others(name) if end is None or position < end]:
+            return f"{name}: {len(other)} tokens, the first at position {other[0]}{until}"
+    return f"no module: what differs comes behind them{until}"

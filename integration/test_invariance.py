@@ -89,7 +89,16 @@ def test_splits_that_follow_the_batch_are_seen(results: Results) -> None:
     assert difference(batched.answers[0], alone.answers[0]) is not None
     recorded = [module_bits.load(Path(job.environment[module_bits.FILE_VARIABLE])) for job in (batched_job, alone_job)]
     assert module_bits.first_difference(*recorded).startswith("model.layers.0.self_attn.attn: ")
-    assert module_bits.first_difference(recorded[0], recorded[0]).startswith("no module")
+    assert module_bits.first_difference(recorded[0], recorded[0]) == "no module: what differs comes behind them"
+
+
+def test_other_tokens_are_not_compared() -> None:
+    alone = {"embedding": {0: 1, 1: 1, 2: 1}, "norm": {0: 1, 1: 1, 2: 1}}
+    others = {"embedding": {0: 1, 1: 9, 2: 9, 3: 9}, "norm": {0: 1, 1: 9, 2: 9, 3: 9}}
+    until = "; other tokens from position 1 on"
+    assert module_bits.first_difference(others, alone) == f"no module: what differs comes behind them{until}"
+    others["norm"][0] = 8
+    assert module_bits.first_difference(others, alone) == f"norm: 1 tokens, the first at position 0{until}"
 
 
 def test_hashes_see_bits() -> None:
