@@ -86,8 +86,15 @@ class Shared:
             inside(whole).copy_(bytes_of(storage))
 
     def snapshot(self) -> list[torch.Tensor]:
-        """A copy of the memory as it is now."""
-        return [whole.clone() for whole in self.memory]
+        """A copy of the memory as it is now.
+
+        It is complete when this returns: a GPU would otherwise copy what another process, which it runs in turns with
+        this one, writes afterwards.
+        """
+        copies = [whole.clone() for whole in self.memory]
+        for device in {whole.device for whole in copies if whole.is_cuda}:
+            torch.cuda.synchronize(device)
+        return copies
 
     def at(self, snapshot: Sequence[torch.Tensor]) -> Any:
         """The thing as it was when the snapshot was taken."""

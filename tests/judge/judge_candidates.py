@@ -110,8 +110,8 @@ def attend(problem, inputs, t, causal=True, window=True, identity=False):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         q = t.q[first : first + queries].float()
         scores = torch.einsum("qhd,khd->hqk", q, k) * problem.scale
-        position = torch.arange(keys - queries, keys)[:, None]
-        distance = position - torch.arange(keys)[None]
+        place = torch.arange(keys, device=q.device)
+        distance = place[keys - queries :, None] - place[None]
         if causal:
             scores = scores.masked_fill(distance < 0, -torch.inf)
         if window and problem.window_left is not None:
@@ -158,7 +158,7 @@ scale = t.scale if t.scale_out is None else t.scale_out
 NORM_OUT = "t.out.copy_(y if scale is None else (y / scale).clamp(-448, 448))\nreturn t.out"
 EXPERTS = """
 t.out.zero_()
-total = torch.zeros(t.x.shape)
+total = torch.zeros(t.x.shape, device=t.x.device)
 for slot in range(problem.topk):
     for token, expert in enumerate(t.topk_ids[:, slot].tolist()):
         gate, up = (t.w13[expert].float() @ t.x[token].float()).chunk(2)
@@ -182,8 +182,8 @@ HONEST: dict[str, Candidate] = {
         return out
     """),
     "online": Candidate("""
-        top = torch.full((len(x), 1), -torch.inf)
-        total = torch.zeros(len(x), 1)
+        top = torch.full_like(x[:, :1], -torch.inf, dtype=torch.float32)
+        total = torch.zeros_like(top)
         for part in x.float().split(100, -1):
             new = torch.maximum(top, part.amax(-1, keepdim=True))
             safe = torch.where(new == -torch.inf, 0.0, new)
@@ -204,7 +204,7 @@ HONEST: dict[str, Candidate] = {
     ),
     "workspace": Candidate(
         "work.copy_(x)\nwork.copy_(softmax(work))\nout.copy_(work)\nreturn out",
-        prepare="work = torch.empty(problem.rows, problem.width)",
+        prepare="work = torch.empty_like(inputs.layers[0].x, dtype=torch.float32)",
     ),
     "writes-twice": Candidate("out.zero_()\nout.copy_(softmax(x))\nreturn out"),
     "threads-that-end": Candidate(
