@@ -23,6 +23,8 @@ from .runner import DeviceLostError, require_alive
 SECONDS = 0.1
 # All configurations are timed in turns: a GPU's clock falls as it warms up, which would favour the first one.
 ROUNDS = 4
+# The shortest time between two lines that say how many kernels are compiled.
+PROGRESS_S = 10.0
 
 MakeTimer = Callable[[Launch, int, torch.device], timing.Timer]
 
@@ -102,13 +104,20 @@ def unique(configs: Iterable[Any]) -> list[Any]:
 
 
 def compile_all(contests: Iterable[Contest]) -> None:
-    """Compiles all configurations on all cores; prints those that could not be compiled."""
+    """Compiles all configurations on all cores; prints how far it is, and those that could not be compiled."""
     precompile_specs = {
         str(precompile_spec): precompile_spec for contest in contests for precompile_spec in contest.precompile_specs
     }
-    for outcome in precompile.run(list(precompile_specs.values())):
+    count = len(precompile_specs)
+    print(f"compiling {count} kernels", flush=True)
+    began = said = time.monotonic()
+    for done, outcome in enumerate(precompile.run(list(precompile_specs.values())), 1):
         if outcome.error:
             print(f"not compiled: {outcome.spec}: {outcome.error}", flush=True)
+        now = time.monotonic()
+        if done == count or now - said >= PROGRESS_S:
+            said = now
+            print(f"compiled {done} of {count} kernels after {now - began:.0f} s", flush=True)
 
 
 def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = timing.make_timer) -> list[Timed]:

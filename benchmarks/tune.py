@@ -156,6 +156,13 @@ def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> 
     ]
 
 
+def summary_of(one: Class, found: Verdict) -> str:
+    """A line for a class that was timed: the table of all comes at the end, and a run may be stopped before."""
+    kept = ", kept" if found.wins else ""
+    what = changes(found.config, one.contests[0].configs[0])
+    return f"{one.name}: {found.baseline_us:.2f} us, best {found.us:.2f} ({100 * found.gain:+.1f} %){kept}: {what}"
+
+
 def table_of(results: Sequence[tuple[Class, Sequence[Verdict]]]) -> Table:
     table = Table(title="Compared with the heuristics' configurations", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("class", "us", "best us", "gain", "", "configuration, where it differs"):
@@ -205,6 +212,8 @@ def tune(
             problems.append(f"{one.name}: the device no longer answers: {error}")
             break
         results.append((one, found))
+        for verdict in found:
+            console.print(summary_of(one, verdict), markup=False, soft_wrap=True)
         if path is not None:
             one.tuned_configs.save(path, target, [one.problem], entries(one, found, shared))
     console.print(table_of(results))

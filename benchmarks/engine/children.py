@@ -30,10 +30,10 @@ SAY_S = 20
 SERVED_RUNS = 2  # timed runs of a server's load
 LOG_TAIL = 4000  # characters at the end of a failed engine's log that are kept
 ERROR_LINE = re.compile(r"\b(?:\w+\.)*\w*(?:Error|Exception)\b: .+")
-# vLLM's log lines about the chosen backend and about the time of each part of the start.
+# Log lines about the chosen backend, about whose kernels serve which layers, and about the time of each part of the
+# start. "Selected" names vLLM's kernel of 8-bit linear layers, which dsl may replace.
 STARTUP_LINE = re.compile(
-    r"(Using \S+(?: attention)? backend.*|dsl serves attention.*"
-    r"|(?:dsl|vLLM) serves \d+ (?:layers of routed experts|projections|norms).*"
+    r"(Using \S+(?: attention)? backend.*|(?:dsl|vLLM) serves .*|Selected \S+ for \S+"
     r"|Model loading took.*|torch\.compile took.*|Graph capturing finished.*|init engine .*|GPU KV cache size.*)"
 )
 

@@ -42,14 +42,14 @@ FEATURES = {"x86_64": '["+sse4.2", "+popcnt", "+cx16"]', "aarch64": '["+neon"]'}
 
 
 @cache
-def missing() -> list[str]:
+def missing() -> tuple[str, ...]:
     """Why CuTe DSL cannot be used, as objections of a dispatch table; empty if it can."""
     wheels = (("cutlass", "nvidia-cutlass-dsl"), ("tvm_ffi", FFI))
-    return [
+    return tuple(
         f"{wheel} is not installed: CuTe DSL kernels need `pip install {wheel}`"
         for module, wheel in wheels
         if importlib.util.find_spec(module) is None
-    ]
+    )
 
 
 def require() -> None:

@@ -281,10 +281,16 @@ def test_what_vllm_tells() -> None:
         "(EngineCore pid=1) INFO 01-01 [cuda.py:1] Using AttentionBackendEnum.FLASH_ATTN backend.\n"
         "INFO [x.py:2] dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton\n"
         "INFO [x.py:2] dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton\nINFO other\n"
+        "INFO [__init__.py:3] Selected CutlassFp8BlockScaledMMKernel for Fp8LinearMethod\n"
+        "INFO [serve.py:4] dsl serves 32 fp8 linear layers (QKVParallelLinear), on sm_90a: by scaled-linear triton\n"
+        "INFO [served_layers.py:5] vLLM serves 65 norms: the model is quantised\n"
     )
     assert children.startup_lines(log) == [
         "Using AttentionBackendEnum.FLASH_ATTN backend.",
         "dsl serves attention of 4/2 heads on sm_90a: attention.decode by triton",
+        "Selected CutlassFp8BlockScaledMMKernel for Fp8LinearMethod",
+        "dsl serves 32 fp8 linear layers (QKVParallelLinear), on sm_90a: by scaled-linear triton",
+        "vLLM serves 65 norms: the model is quantised",
     ]
 
 

@@ -33,7 +33,7 @@ def cute(
     """What an SM's CuTe DSL kernels need; `against_tiles` is called with the bytes of shared memory."""
     if reasons := target.arch_objections(arch):
         return reasons
-    reasons = toolkit.missing()
+    reasons = [*toolkit.missing()]
     if not spec.aligned:
         reasons.append("TMA needs rows, and scales of rows, that start at multiples of 16 bytes")
     return reasons + against_tiles(spec, target.smem_bytes)
