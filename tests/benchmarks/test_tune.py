@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,8 +40,9 @@ from dsl_backend.linear.scaled.tuned import Theirs as ScaledTheirs
 from dsl_backend.linear.tuned import TUNED_CONFIGS, UNRECORDED_ROWS, Unfused, problem_of
 from dsl_backend.providers import Launch
 from dsl_backend.runtime import model as models
+from dsl_backend.runtime import precompile, toolkit
 from dsl_backend.runtime import target as targets
-from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.tuned import TuningRecord
 
@@ -154,9 +155,36 @@ def test_the_fastest_is_kept(chip: Chip, tmp_path: Path) -> None:
     assert (record.problem, record.config) == (problem(65, 256), FASTEST)
     assert (record.measurement.us, record.measurement.default_us, record.measurement.rows) == (8.0, 10.0, ("256-0",))
     assert record.measurement.model_dump(include=set(SHARED)) == SHARED
-    assert "+25.0 %" in text
-    assert "band=1" in text
+    line, _, table = text.partition("Compared with")
+    assert "m65-256: 10.00 us, best 8.00 (+25.0 %), kept: band=1" in line
+    assert "+25.0 %" in table
+    assert "band=1" in table
     assert f"1 tuned configurations, written to {path}" in text
+
+
+def test_the_compilation_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each kernel is compiled once; it takes minutes on few cores."""
+    specs = [PrecompileSpec("linear", print, key, TARGET) for key in ("a", "b", "a", "c")]
+    clock = iter([0.0, 4.0, 11.0, 12.0])
+    contests = [
+        dataclasses.replace(Chip().contest("one", [DEFAULT]), precompile_spec=lambda config, spec=spec: spec)
+        for spec in specs
+    ]
+
+    def compiled(todo: list[PrecompileSpec]) -> Iterator[precompile.Outcome]:
+        for spec in todo:
+            error = "no registers" if spec.key == "b" else None
+            yield precompile.Outcome(spec, precompile.Result.COMPILED, error=error)
+
+    monkeypatch.setattr(sweep.precompile, "run", compiled)
+    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    sweep.compile_all(contests)
+    first, wrong, half, last = capsys.readouterr().out.splitlines()
+    assert first == "compiling 3 kernels"
+    assert wrong.endswith("no registers")
+    assert (half, last) == ("compiled 2 of 3 kernels after 11 s", "compiled 3 of 3 kernels after 12 s")
 
 
 def test_without_a_file_nothing_is_kept(chip: Chip) -> None:

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of SM90's kernels of quantised operands serves so many rows, beside what was timed (docs/performance.md)."""
 
+from dataclasses import replace
+
 import pytest
 
+from dsl_backend.errors import Unsupported
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig, ScaledSmallMConfig
+from dsl_backend.linear.scaled import dispatch
 from dsl_backend.linear.scaled.cute.host import chosen
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED
@@ -56,6 +60,14 @@ TILES = [
     ("o", True, 256, (128, 1, True, False)),  # 64.1; 66.1
     ("o", True, 8192, (256, 2, False, False)),
 ]
+
+
+def test_an_objection_is_of_one_layer_alone() -> None:
+    """What CuTe DSL lacks is looked up once in a process: an objection that is added to it would be of all layers."""
+    spec = spec_of("down", blocks=True)
+    with pytest.raises(Unsupported, match="multiples of 16 bytes"):
+        dispatch.choose(replace(spec, aligned=False), H200, "cute-sm90")
+    assert dispatch.choose(spec, H200, "cute-sm90").title == "scaled-linear sm90"
 
 
 @pytest.mark.parametrize(("layer", "blocks", "rows", "tile"), TILES)
