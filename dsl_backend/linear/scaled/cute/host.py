@@ -6,7 +6,9 @@ scale for each row there is no other way. With scales of groups it is one for fe
 of a group, while a CTA of the other kernel finishes whole groups, 144 of which are two rounds of 132 SMs.
 """
 
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from dsl_backend.gemm.configs import INVARIANT_FOR, Config, estimate_us
@@ -20,7 +22,7 @@ from dsl_backend.gemm.spec import Rows
 from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.linear.scaled.tuned import config_of
+from dsl_backend.linear.scaled.tuned import config_of, faster
 from dsl_backend.quant.cute import host as quantising
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
@@ -40,6 +42,8 @@ SPLIT_BLOCKS = 1.4
 # And of tiles of more than 32 tokens with scales of blocks: 64 rows took 1.23 to 1.39 of what it has with stream-K, and
 # 1.35 to 1.84 with split-K (docs/performance.md).
 MANY_TOKENS, MANY_BLOCKS, MANY_SPLIT_BLOCKS = 32, 1.32, 1.6
+# Rows that candidates are chosen for: all numbers of tiles up to 8192 rows, since the last round of tiles decides.
+PROBED_ROWS = (*range(1, 65, 7), *range(16, 513, 8), *range(544, 1025, 32), *range(1152, 8193, 128))
 
 
 class Choice(NamedTuple):
@@ -86,14 +90,33 @@ def few_rows_factor(spec: ScaledLinearSpec, config: SmallMTiles) -> float:
 @lru_cache(maxsize=1 << 16)
 def chosen(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
     """The best one for so many rows: of a tuning record that fits, or by the cost model."""
-    recorded = config_of(spec, rows, target)
-    return estimated_best(spec, rows, target) if recorded is None else Choice(*recorded)
+    found = config_of(spec, rows, target)
+    return estimated_best(spec, rows, target) if found is None else Choice(*found)
+
+
+@cache
+def candidates(spec: ScaledLinearSpec, target: Target) -> tuple[Choice, ...]:
+    """All that serve a problem for some number of rows; what is compiled before serving.
+
+    Without a GPU these are of all usual parts of the architecture.
+    """
+    found = choices(spec, target)
+    best: set[Choice] = set()
+    for of_chip in (replace(target, chip=chip) for chip in target.chips):
+        for rows in (INVARIANT_FOR,) if spec.batch_invariant else PROBED_ROWS:
+            timed = [choice for choice in found if sm90.was_timed(spec, choice.config, rows)]
+            # Split-K serves no problem for all rows: where SMs are spared its clusters may not run at once.
+            always = [one for one in timed if not isinstance(one.config, SmallMTiles) or one.config.stream_k]
+            for group in filter(None, (timed, always)):
+                best.add(min(group, key=lambda choice: estimated_us(choice, rows, of_chip)))
+    return tuple(choice for choice in found if choice in best)
 
 
 def estimated_best(spec: ScaledLinearSpec, rows: int, target: Target) -> Choice:
-    """The best one for so many rows by the cost model."""
+    """The best candidate for so many rows by the cost model. Where SMs are spared, it is one of those for all."""
     rows = INVARIANT_FOR if spec.batch_invariant else rows
-    timed = (choice for choice in choices(spec, target) if sm90.was_timed(spec, choice.config, rows))
+    found = candidates(spec, target.sparing(0))
+    timed = (choice for choice in found if sm90.was_timed(spec, choice.config, rows))
     return min(timed, key=lambda choice: estimated_us(choice, rows, target))
 
 
@@ -119,6 +142,20 @@ def precompile_spec(choice: Choice, target: Target) -> PrecompileSpec:
     """Of a choice's products."""
     key = key_of(choice.spec, choice.config, choice.spec.column_major)
     return PrecompileSpec("linear", build_products, key, target)
+
+
+def recorded(spec: ScaledLinearSpec, target: Target) -> list[Choice]:
+    """Those of tuning records for some number of rows."""
+    ends = {rows for problem in faster(spec, target) for rows in (problem.least_rows, problem.most_rows)}
+    return [Choice(*found) for rows in sorted(ends) if (found := config_of(spec, rows, target)) is not None]
+
+
+def precompile_specs(spec: ScaledLinearSpec, choice: Choice, target: Target) -> Iterator[PrecompileSpec]:
+    """Of a choice's products, and of the quantisation where it is a launch of its own."""
+    yield precompile_spec(choice, target)
+    if choice.spec.wide:
+        assert spec.out is not None
+        yield PrecompileSpec("linear", quantising.build, spec.out, target)
 
 
 def bind(spec: ScaledLinearSpec, rows: Rows, target: Target, workspace: Workspace) -> Launch:
