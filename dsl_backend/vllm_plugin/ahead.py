@@ -20,6 +20,7 @@ from dsl_backend.experts import precompile as experts_precompile
 from dsl_backend.experts import tuned
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import precompile as linear_precompile
+from dsl_backend.linear.scaled import precompile as scaled_precompile
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.log import logger
 from dsl_backend.norm import precompile as norm_precompile
@@ -71,6 +72,19 @@ def compile_attention(
 def compile_linear(vllm_config: Any, specs: Iterable[LinearSpec], *, most_rows: int | None = None) -> None:
     """Start compiling what linear layers need and was not predicted, for any number of rows or up to so many."""
     compile_each(vllm_config, specs, partial(linear_precompile.precompile_specs_of, most_rows=most_rows))
+
+
+def compile_scaled_linears(vllm_config: Any, layers: Iterable[tuple[Any, ...]]) -> None:
+    """Start compiling what linear layers in 8 bits need: arguments of `scaled_precompile.precompile_specs_of` for each.
+
+    They are known when the model is made; nothing is predicted.
+    """
+    compile_each(vllm_config, layers, scaled_units)
+
+
+def scaled_units(layer: tuple[Any, ...], target: Target) -> Iterator[PrecompileSpec]:
+    spec, kernel, ranges = layer
+    return scaled_precompile.precompile_specs_of(spec, target, kernel, ranges)
 
 
 def compile_experts(vllm_config: Any, specs: Iterable[ExpertsSpec]) -> None:

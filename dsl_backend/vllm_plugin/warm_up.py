@@ -23,11 +23,13 @@ from dsl_backend.runtime.compiles import compiles
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin.ahead import scaled_units
 from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 from dsl_backend.vllm_plugin.norms.serve import served_specs as norm_specs
 from dsl_backend.vllm_plugin.projections.serve import most_rows
 from dsl_backend.vllm_plugin.projections.serve import served_specs as projection_specs
 from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
+from dsl_backend.vllm_plugin.scaled_linears.serve import served_layers as scaled_layers
 
 
 class Provider:
@@ -67,6 +69,7 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
             layers += linear_units(spec, target, most_rows(spec.batch_invariant))
         layers += [unit for spec in norm_specs() for unit in norm_precompile.precompile_specs_of(spec, target)]
         layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
+        layers += [unit for one in scaled_layers() for unit in scaled_units(one, target)]
         wanted = [one.name for one in families.load_all() if one.warm_up]
         if not wanted:
             return layers

@@ -18,7 +18,7 @@ from dsl_backend.log import logger
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
-from dsl_backend.vllm_plugin import options
+from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations
 from dsl_backend.vllm_plugin.scaled_linears.find import (
     KERNEL,
@@ -34,8 +34,25 @@ from dsl_backend.vllm_plugin.scaled_linears.find import (
 )
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
+
+class Served(NamedTuple):
+    """How a layer is served.
+
+    Attributes:
+        kernel: the name of the kernels that serve; None is the best one that does.
+        ranges: (least, most) rows that were measured; None where it is served for any number of rows.
+    """
+
+    spec: ScaledLinearSpec
+    kernel: str | None
+    ranges: tuple[tuple[int, int], ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.spec}{'' if self.ranges is None else ' where measured'}"
+
+
 # For each model that dsl serves in this process, in order: name of a layer -> how it is served.
-_served: list[dict[str, str]] = []
+_served: list[dict[str, Served]] = []
 
 
 def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
@@ -54,10 +71,16 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
     apart = link_all(model, target, served, names) if served else Counter[str]()
     if service.measured:
         left += keep_measured(model, target, served)
-    _served.append({name: f"{spec}{' where measured' if service.measured else ''}" for name, spec in served.items()})
+    _served.append({name: served_of(model.get_submodule(name), spec, service) for name, spec in served.items()})
+    ahead.compile_scaled_linears(vllm_config, served_layers())
     report(Counter(kind_of(model.get_submodule(name), spec) for name, spec in served.items()), target, service)
     report_left("fp8 linear layers", left)
     report_left("activations behind fp8 layers", apart)
+
+
+def served_of(layer: Any, spec: ScaledLinearSpec, service: Service) -> Served:
+    ranges = tuple(getattr(holder_of(layer), KERNEL).ranges) if service.measured else None
+    return Served(spec, service.kernel, ranges)
 
 
 def replace(layer: Any, service: Service) -> None:
@@ -164,6 +187,11 @@ def report(kinds: Counter[Kind], target: Target, service: Service) -> None:
         by = title if service.kernel else explained([dispatch.judge(spec, target)], [title])
         what = f"{spec}{rows}"
         logger.info("dsl serves %d fp8 linear layers (%s), %s, on %s: by %s", count, layer, what, target.arch, by)
+
+
+def served_layers() -> set[Served]:
+    """All kinds of layers that are served in this process."""
+    return {one for served in _served for one in served.values()}
 
 
 def compilation_key() -> str:
