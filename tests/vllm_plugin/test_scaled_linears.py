@@ -25,9 +25,13 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
+from dsl_backend.linear.scaled.precompile import precompile_specs_of
 from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, TENSOR_SCALED
 from dsl_backend.quant.reference import dequantized, quantized
-from dsl_backend.vllm_plugin import hooks, loaded_models
+from dsl_backend.runtime import family as families
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.vllm_plugin import ahead, hooks, loaded_models, warm_up
 from dsl_backend.vllm_plugin.fused_mlp import fuse
 from dsl_backend.vllm_plugin.scaled_linears import serve
 from dsl_backend.vllm_plugin.scaled_linears.find import KERNEL, holder_of
@@ -311,6 +315,34 @@ def test_a_kernel_by_name(caplog: Any) -> None:
         ValueError, match="scaled_linears_kernel: 'fastest' is not one of cute-sm100, cute-sm90, triton"
     ):
         served("fastest")
+
+
+@pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
+@pytest.mark.parametrize("scheme", ["channels", "blocks"])
+def test_what_is_served_is_compiled_before(caplog: Any, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """While the engine starts, and before vLLM's warm-up ends: with the activation of linked layers."""
+    gpu = from_arch("sm_90a")
+    begun: list[Any] = []
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: gpu)
+    monkeypatch.setattr(warm_up.targets, "detect", lambda device=None: gpu)
+    monkeypatch.setattr(ahead, "begin", lambda config, units, beside: begun.extend(units(gpu)))
+    monkeypatch.setattr(families, "load_all", lambda: ())
+    options = {"scaled_linears": "dsl", "scaled_linears_kernel": "cute-sm90"}
+    lines = said(caplog, model_of(MLP(scheme), MLP(scheme)), additional_config={"dsl": options})
+    assert [line.endswith("by scaled-linear sm90") for line in lines] == [True, True], lines
+    specs = {served.spec for served in serve.served_layers()}
+    assert {(spec.n, spec.activation is not None) for spec in specs} == {(N, True), (K, False)}
+    wanted = {unit for spec in specs for unit in precompile_specs_of(spec, gpu, "cute-sm90")}
+    assert wanted
+    assert set(begun) == wanted
+    assert {
+        unit for unit in warm_up.precompile_specs(SimpleNamespace(model_config=1)) if unit.family == "linear"
+    } == wanted
+    begun.clear()
+    serve._served.clear()
+    # Triton's are compiled by the first dummy run.
+    said(caplog, model_of(MLP(scheme)), **BY_DSL)
+    assert begun == []
 
 
 def test_a_second_time_changes_nothing(caplog: Any) -> None:
