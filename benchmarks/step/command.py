@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m benchmarks step`: profiles a decode step of each backend in a process of its own."""
+"""`python -m benchmarks step`: profiles a step of each backend, of decode or of prompts, in a process of its own."""
 
 import argparse
 import json
@@ -25,17 +25,20 @@ from .trace import Step, summarized
 from .worker import Job
 
 CACHE_TOKENS = 16384
+# What a record of a run has of its options.
+ASKED = ("model", "layers", "batch", "prompt", "prefill", "steps", "engine", "seed")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks step",
-        description="Profile a decode step of whole vLLM engines with dummy weights, kernel by kernel.",
+        description="Profile a step of whole vLLM engines with dummy weights, kernel by kernel.",
     )
     parser.add_argument("--model", required=True, choices=sorted(SHAPES), help="the model's shape")
     parser.add_argument("--layers", type=at_least(int, 1), help="layers of the model (default: all)")
     parser.add_argument("--backends", help="comma-separated backends (default: dsl and its best peer)")
-    parser.add_argument("--batch", type=at_least(int, 1), default=1, help="requests that decode together (default: 1)")
+    parser.add_argument("--batch", type=at_least(int, 1), default=1, help="requests of a step (default: 1)")
+    parser.add_argument("--prefill", action="store_true", help="steps that compute the prompts, and not decode steps")
     parser.add_argument("--prompt", type=at_least(int, 1), default=512, help="tokens of each prompt (default: 512)")
     parser.add_argument("--steps", type=at_least(int, 1), default=32, help="steps to time and to profile (default: 32)")
     parser.add_argument("--kernels", type=at_least(int, 1), default=24, help="kernels to list (default: 24)")
@@ -53,17 +56,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def engine_arguments(shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """The engine's arguments, without the model and the backend."""
     longest = options.prompt + 4 * options.steps + 64
+    seqs = max(GRAPH_SIZES[-1], options.batch)
     tokens = max(CACHE_TOKENS, 2 * options.batch * longest)
+    # All prompts in one step.
+    together = {"max_num_batched_tokens": max(seqs, options.batch * options.prompt)} if options.prefill else {}
     return {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "max_model_len": min(shape.max_model_len, longest),
-        "max_num_seqs": max(GRAPH_SIZES[-1], options.batch),
+        "max_num_seqs": seqs,
         "kv_cache_memory_bytes": tokens * shape.token_bytes,
         "gpu_memory_utilization": 0.1,  # vLLM demands this share of free memory before it reads the line above
         "enable_prefix_caching": False,
         "compilation_config": {"cudagraph_capture_sizes": sorted({*GRAPH_SIZES, options.batch})},
+        **together,
     } | options.engine
 
 
@@ -83,6 +90,7 @@ def profiled(backend: str, shape: Shape, options: argparse.Namespace, folder: Pa
         prompt=options.prompt,
         steps=options.steps,
         seed=options.seed,
+        prefill=options.prefill,
     )
     (folder / "job.json").write_text(job.to_json())
     log = folder / "log"
@@ -131,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     backends = [name.strip() for name in (options.backends or ",".join(shape.backends[:2])).split(",") if name.strip()]
     lines = report.JsonLines(options.json_path)
     gathered = facts.gather(torch.device("cuda"), options.commit)
-    asked = {name: getattr(options, name) for name in ("model", "layers", "batch", "prompt", "steps", "engine", "seed")}
+    asked = {name: getattr(options, name) for name in ASKED}
     lines.write({"kind": "environment", **gathered, **asked})
     failed = False
     for backend in backends:
@@ -147,8 +155,9 @@ def run(options: argparse.Namespace) -> int:
         found = {"sum_us": step.sum_us, "busy_us": step.busy_us, "floor_us": floor, **result}
         lines.write({"kind": "step", "backend": backend, **found, "kernels": kernels})
         beside = "" if floor is None else f"; its weights are read in {floor:.0f} us at the stated memory rate"
+        what = f"{options.batch} prompts of {options.prompt}" if options.prefill else f"batch {options.batch}"
         print(
-            f"{backend}: {options.model}, {options.layers or 'all'} layers, batch {options.batch}: a step takes "
+            f"{backend}: {options.model}, {options.layers or 'all'} layers, {what}: a step takes "
             f"{result['step_us']:.0f} us, kernels run for {step.busy_us:.0f} of them (their sum is {step.sum_us:.0f})"
             f"{beside}\n{table(step, options.kernels)}",
             flush=True,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of one backend: `python -m PACKAGE.step.worker FOLDER` profiles decode steps of FOLDER/job.json.
+"""The process of one backend: `python -m PACKAGE.step.worker FOLDER` profiles steps of FOLDER/job.json.
 
 The engine's core runs in this process, where the profiler sees it. It writes FOLDER/trace.json, a Chrome trace of the
 steps, and then FOLDER/result.json.
@@ -15,6 +15,7 @@ from typing import Any
 from ..engine.scenarios import prompts
 
 WARM_STEPS = 8
+WARM_PROMPTS = 2  # steps of prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Job:
         vocabulary: the size of the vocabulary that prompts are drawn from.
         batch, prompt: the number of requests, and of tokens in each prompt.
         steps: steps to time, and as many to profile.
+        prefill: the steps compute the prompts, and decode nothing.
     """
 
     backend: str
@@ -35,13 +37,14 @@ class Job:
     prompt: int
     steps: int
     seed: int = 0
+    prefill: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
 
 def bytes_read(model: Any, batch: int) -> int:
-    """Bytes of weights that a decode step reads: all but embeddings, and as many experts as its tokens can choose."""
+    """Bytes of weights that a step of so many tokens reads: all but embeddings, and the experts that they can choose."""
     config = model.config
     count = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
     share = min(1.0, batch * config.num_experts_per_tok / count) if count else 1.0
@@ -80,23 +83,48 @@ class Requests:
                 self.tokens[request.request_id] = len(request.outputs[0].token_ids)
 
 
+class Prompts:
+    """Prompts that are computed together, all of a job's in each step.
+
+    Args:
+        engine: vLLM's LLMEngine.
+    """
+
+    def __init__(self, engine: Any, job: Job) -> None:
+        from vllm import SamplingParams
+
+        self.engine, self.made = engine, 0
+        self.sampling = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, temperature=0)
+        self.prompts = prompts(job.batch, job.prompt, job.vocabulary, f"step {job.seed}")
+
+    def compute(self, steps: int) -> None:
+        """Runs so many steps. Without a prefix cache the same prompts are computed again."""
+        for _ in range(steps):
+            for prompt in self.prompts:
+                self.engine.add_request(f"{self.made}", {"prompt_token_ids": prompt}, self.sampling)
+                self.made += 1
+            while self.engine.has_unfinished_requests():
+                self.engine.step()
+
+
 def measure(llm: Any, job: Job, folder: Path) -> dict[str, Any]:
-    """Times and profiles decode steps; writes the trace."""
+    """Times and profiles steps; writes the trace."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    requests = Requests(llm.llm_engine, job)
-    requests.decode(WARM_STEPS)
+    run = Prompts(llm.llm_engine, job).compute if job.prefill else Requests(llm.llm_engine, job).decode
+    run(WARM_PROMPTS if job.prefill else WARM_STEPS)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    requests.decode(job.steps)
+    run(job.steps)
     torch.cuda.synchronize()
     step_us = (time.perf_counter() - began) / job.steps * 1e6
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        requests.decode(job.steps)
+        run(job.steps)
         torch.cuda.synchronize()
     profiled.export_chrome_trace(str(folder / "trace.json"))
-    (read,) = llm.apply_model(lambda model: bytes_read(model, job.batch))
+    tokens = job.batch * (job.prompt if job.prefill else 1)
+    (read,) = llm.apply_model(lambda model: bytes_read(model, tokens))
     return {"step_us": step_us, "bytes_read": read}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The profile of a decode step: what it makes of a trace, and what it counts."""
+"""The profile of a step: what it makes of a trace, and what it counts."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.engine.models import SHAPES
 from benchmarks.step import command, worker
 from benchmarks.step.trace import busy, short, summarized
-from benchmarks.step.worker import Job, Requests, bytes_read
+from benchmarks.step.worker import Job, Prompts, Requests, bytes_read
 
 
 def kernel(name: str, begin: float, us: float) -> dict[str, Any]:
@@ -118,6 +118,36 @@ def test_requests_decode_together() -> None:
         requests.decode(job.steps)
     assert engine.steps == worker.WARM_STEPS + 2 + 2 * job.steps
     assert max(engine.requests.values()) < engine.most
+
+
+class Prefiller(Engine):
+    """Computes one prompt in a step, and answers it then."""
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        assert self.most == 1
+        del self.requests[next(iter(self.requests))]
+        return []
+
+
+def test_prompts_are_computed_in_every_step() -> None:
+    """And nothing is decoded behind them."""
+    pytest.importorskip("vllm")
+    engine = Prefiller()
+    prompts = Prompts(engine, Job(backend="dsl", engine={}, vocabulary=100, batch=2, prompt=5, steps=3, prefill=True))
+    prompts.compute(3)
+    assert (engine.steps, prompts.made, engine.requests) == (6, 6, {})
+
+
+def test_prompts_of_a_step_are_one_batch() -> None:
+    words = ["--model", "tiny", "--batch", "3", "--prompt", "700"]
+    made = command.engine_arguments(SHAPES["tiny"], command.parse([*words, "--prefill"]))
+    assert made["max_num_batched_tokens"] == 2100
+    assert made["kv_cache_memory_bytes"] >= 2100 * SHAPES["tiny"].token_bytes
+    assert "max_num_batched_tokens" not in command.engine_arguments(SHAPES["tiny"], command.parse(words))
 
 
 def test_engine_has_room_for_what_is_asked() -> None:
