@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles a decode step of a whole engine, kernel by kernel."""
+"""Profiles a step of a whole engine, of decode or of prompts, kernel by kernel."""

@@ -44,7 +44,7 @@ class Job:
 
 
 def bytes_read(model: Any, batch: int) -> int:
-    """Bytes of weights that a step of so many tokens reads: all but embeddings, and the experts that they can choose."""
+    """Bytes of weights that a step of so many tokens reads: all but embeddings, and the experts they can choose."""
     config = model.config
     count = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", None)
     share = min(1.0, batch * config.num_experts_per_tok / count) if count else 1.0
