@@ -7,7 +7,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from dsl_backend.providers import Launch, Limits
@@ -19,6 +19,9 @@ from . import check, timing
 from .case import Reference
 from .check import BF16_LIMITS
 from .runner import DeviceLostError, require_alive
+
+if TYPE_CHECKING:
+    from .held_out.compile_ahead import Task
 
 SECONDS = 0.1
 # All configurations are timed in turns: a GPU's clock falls as it warms up, which would favour the first one.
@@ -78,11 +81,16 @@ class Contest:
 
 @dataclasses.dataclass(frozen=True)
 class Class:
-    """A class of problems and the rows that represent it. All rows have the same configurations."""
+    """A class of problems and the rows that represent it. All rows have the same configurations.
+
+    Attributes:
+        launches: of others' kernels in its rows, which are compiled at their first launch.
+    """
 
     tuned_configs: TunedConfigs[Any]
     problem: Any
     contests: tuple[Contest, ...]
+    launches: tuple["Task", ...] = ()
 
     @property
     def name(self) -> str:

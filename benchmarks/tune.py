@@ -20,6 +20,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.linear.tuned import Unfused
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import model as models
+from dsl_backend.runtime import precompile
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
@@ -29,11 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from . import facts, sweep, timing
+from .held_out import compile_ahead
 from .runner import DeviceLostError
 from .sweep import Class
 
 # A smaller gain is never kept, even if the times scatter less.
 LEAST_GAIN = 0.02
+# That launch others' kernels beforehand: each has memory of the GPU.
+PROCESSES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,5 +309,7 @@ def main(
         for tuned_configs in {one.tuned_configs.family: one.tuned_configs for one in classes}.values():
             tuned_configs.save(path, target, [], [])
     sweep.compile_all(contest for one in classes for contest in one.contests)
+    if tasks := [task for one in classes for task in one.launches]:
+        console.print(str(compile_ahead.run(tasks, processes=min(PROCESSES, precompile.processes(len(tasks))))))
     with timing.alone():
         return tune(classes, target, shared_facts(target, device), path, console, seconds)

@@ -18,6 +18,7 @@ from dsl_backend.runtime import target as targets
 from ..columns import missing, reasons
 from .problems import Inputs, Layer, Problem
 
+DEEP_GEMM = "DeepGEMM"
 # A product of a layer, [m, weight rows] bfloat16.
 Product = Callable[[Layer], torch.Tensor]
 
@@ -187,7 +188,7 @@ def deep_gemm_product(problem: Problem, inputs: Inputs) -> Product:
     return product
 
 
-@provider("scaled-linear", name="DeepGEMM", objections=deep_gemm_objections, package="vllm")
+@provider("scaled-linear", name=DEEP_GEMM, objections=deep_gemm_objections, package="vllm")
 def deep_gemm(problem: Problem, inputs: Inputs) -> Launch:
     return activated(problem, inputs, deep_gemm_product(problem, inputs))
 

@@ -5,6 +5,7 @@ Where this package wins, a server with `scaled_linears` `measured` has it serve 
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,9 +15,13 @@ from dsl_backend.linear.scaled.tuned import KERNELS, TUNED_CONFIGS, problem_of
 from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.target import Target
 
+from ..case import case_of
 from ..columns import reasons
+from ..held_out.compile_ahead import Task
 from ..sweep import Class
+from . import operators
 from .problems import Problem
+from .providers import DEEP_GEMM, deep_gemm_product
 from .rows import TUNED
 from .sweep import candidates, contest, theirs_product
 
@@ -26,6 +31,8 @@ ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SCHEMES = ("channels", "blocks")
 # Configurations of a class besides what the cost model chooses.
 MOST = 4
+# Of a launch that may compile.
+LAUNCH_SECONDS = 120.0
 
 
 def shapes(model: ModelShape | None) -> list[tuple[int, int, bool]]:
@@ -41,6 +48,15 @@ def shapes(model: ModelShape | None) -> list[tuple[int, int, bool]]:
 def ends(before: int, most: int, **facts: object) -> list[Problem]:
     """The first and the last number of rows of a class."""
     return [Problem(m=m, **facts) for m in dict.fromkeys((before + 1, most))]  # type: ignore[arg-type]
+
+
+def launches(rows: Sequence[Problem]) -> tuple[Task, ...]:
+    """Launches of vLLM's product that compile it: DeepGEMM does so at the first launch of a layer's sizes and tile."""
+    if theirs_product(rows[0]) is not deep_gemm_product:
+        return ()
+    (operator,) = operators().values()
+    (provider,) = (one for one in operator.providers([]) if one.name == DEEP_GEMM)
+    return tuple(Task(operator, case_of(f"{row.m}", row), provider, "cuda", LAUNCH_SECONDS) for row in rows)
 
 
 def classes(target: Target, device: torch.device, model: ModelShape | None) -> list[Class]:
@@ -60,5 +76,5 @@ def classes(target: Target, device: torch.device, model: ModelShape | None) -> l
             configs = candidates(rows, target, MOST)
             of_shape = problem_of(spec, target.sm_count).of_rows(before + 1, most)
             contests = tuple(contest(row, target, device, configs) for row in rows)
-            found.append(Class(TUNED_CONFIGS, of_shape, contests))
+            found.append(Class(TUNED_CONFIGS, of_shape, contests, launches(rows)))
     return found

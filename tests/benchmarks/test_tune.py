@@ -23,6 +23,7 @@ from benchmarks.attention import tune as attention
 from benchmarks.case import Reference
 from benchmarks.experts import tune as experts
 from benchmarks.experts.problems import Problem as ExpertsProblem
+from benchmarks.held_out.compile_ahead import launch_once
 from benchmarks.linear import tune as linear
 from benchmarks.linear.problems import Problem
 from benchmarks.linear.sweep import contest
@@ -411,6 +412,25 @@ def test_a_broken_file_is_refused_before_the_timing(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
+def test_others_kernels_are_compiled_before_the_timing(chip: Chip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours first, and then in parallel what others would compile one after the other."""
+    order: list[Any] = []
+    first, second = (class_of(chip, {DEFAULT: [10.0]}, rows) for rows in ((1, 8), (9, 16)))
+    found = [dataclasses.replace(first, launches=("a", "b")), second, dataclasses.replace(first, launches=("c",))]
+    monkeypatch.setattr(tune, "tuners", lambda: {"linear": lambda *_: found})
+    monkeypatch.setattr(sweep, "compile_all", lambda contests: order.append(len(list(contests))))
+    monkeypatch.setattr(tune.compile_ahead, "run", lambda tasks, processes: order.append((tasks, processes <= 3)))
+    monkeypatch.setattr(tune, "shared_facts", lambda *_: SHARED)
+    monkeypatch.setattr(tune, "tune", lambda *_: order.append("timed") or 0)
+    assert invoke("linear").exit_code == 0
+    assert order == [3, (["a", "b", "c"], True), "timed"]
+    order.clear()
+    found[:] = [second]
+    assert invoke("linear").exit_code == 0
+    assert order == [1, "timed"]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_list() -> None:
     result = invoke("--list", "--classes", "decode-hd128-g4-bfloat16$|m65-96$")
     assert result.exit_code == 0, result.output
@@ -499,6 +519,13 @@ def test_layers_in_8_bits_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatc
             assert one.tuned_configs.understood(json.loads(made.measurement.model_dump_json())) == made
             for of_end in one.contests:
                 assert of_end.precompile_spec(config) is not None
+        assert one.launches == ()
+    blocks = next(one for one in found if one.problem.weight == "e4m3-128x128" and one.problem.least_rows == 2)
+    rows = [ScaledProblem(**of_end.parameters) for of_end in blocks.contests]
+    monkeypatch.setattr(scaled, "theirs_product", lambda problem: scaled.deep_gemm_product)
+    tasks = scaled.launches(rows)
+    assert [(task.case.problem, task.provider.name) for task in tasks] == [(row, "DeepGEMM") for row in rows]
+    assert launch_once(dataclasses.replace(tasks[0], device="cpu"))
     for module in (scaled, scaled_sweep):
         monkeypatch.setattr(module, "theirs_product", lambda problem: None)
     assert scaled.classes(TARGET, torch.device("cpu"), None) == []
