@@ -61,7 +61,7 @@ def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
 TABLE: tuple[Entry[ScaledLinearSpec], ...] = (
     # By name: they were never timed.
     Entry("cute-sm100", "scaled-linear sm100", "dsl_backend.linear.scaled.cute.host:bind", sm100, by_name=True),
-    Entry("cute-sm90", "scaled-linear sm90", "dsl_backend.linear.scaled.cute.host:bind", sm90, by_name=True),
+    Entry("cute-sm90", "scaled-linear sm90", "dsl_backend.linear.scaled.cute.host:bind", sm90),
     Entry("triton", "scaled-linear triton", "dsl_backend.linear.scaled.triton.gemm:bind", triton),
     Entry("reference", "scaled-linear reference", "dsl_backend.linear.scaled.reference:bind", reference),
 )
