@@ -24,6 +24,8 @@ BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, know
     "barrier": Known(20, "before: assumed; an H100 has 28"),
     "mbarrier_wake": Known(25, "before: assumed; an H100 has 24"),
     "distant_arrive": Known(20, "before: assumed to be mbarrier_arrive"),
+    "distant_bytes": Known(64, "before: port_bytes; an H200 has 20.4"),
+    "gpu_fence": Known(0, "before: fences cost nothing; an H200 has 290"),
     "matrix_flops": Known(8192, "umma: m128n256k16 every 128 cycles"),
     "hbm_latency": Known(1150, "tma: 1100 to 1200 by LDGSTS, all SMs loaded"),
     "tensor_move_bytes": Known(128, "assumed: 32 lanes of 4 bytes for each of an SM's four parts; no source was found"),

@@ -16,6 +16,8 @@ from emulator.clock.constants import ChipClock, Known
 
 ASSUMED = "assumed"
 MEASURED = "measured: python -m emulator.clock.measure on an H100 (2026-11-26, b38abec)"
+STORES = "measured on an H200 (4b07e23): 25.08 cycles for 512 bytes of a warp's st.async, both ways at once"
+FENCE = "derived: a round trip of releasing arrivals took 862 cycles on an H200 (4b07e23), less what others take"
 HOPPER = {
     "alu_latency": Known(5, MEASURED),
     "fma_latency": Known(4, MEASURED),
@@ -40,6 +42,8 @@ HOPPER = {
     "mbarrier_arrive": Known(20, "assumed: less than a load from shared memory"),
     "mbarrier_wake": Known(24, f"{MEASURED}: 44 with an arrival; how much of it is the arrival's is assumed"),
     "distant_arrive": Known(109, "derived: an arrival, and one way of distant_latency's two"),
+    "distant_bytes": Known(20.4, STORES),
+    "gpu_fence": Known(290, FENCE),
     "wgmma_latency": Known(32, "assumed: about mma.sync's"),
     "store_latency": Known(500, "assumed: about a load from HBM, there and back"),
     "distant_latency": Known(200, "HPMLL: 181 within a TPC, 202 to 207 beyond"),
