@@ -15,8 +15,7 @@ H200 = ChipClock(
         "l2_latency": Known(262, f"{MEASURED} (a step of 264 has a wavefront and a sector)"),
         "hbm_latency": Known(657, f"{MEASURED} (a step of 659 has a wavefront and a sector)"),
         "distant_latency": Known(190, MEASURED),
-        "distant_arrive": Known(115, "derived: an arrival, and one way of distant_latency's two"),
-        "wgmma_latency": Known(39, f"{MEASURED} (a step of 57 has 18 for the operands of a product)"),
+        "gpu_fence": Known(307, f"{MEASURED}: a round trip of releasing arrivals, 862, less an H100's of others, 247"),
         "hbm_terabytes": Known(4.8, "NVIDIA H200 data sheet"),
     },
 )
