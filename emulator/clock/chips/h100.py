@@ -16,7 +16,7 @@ from emulator.clock.constants import ChipClock, Known
 
 ASSUMED = "assumed"
 MEASURED = "measured: python -m emulator.clock.measure on an H100 (2026-11-26, b38abec)"
-AGAIN = "measured: the same on another H100 (2026-11-27, c658bae)"
+AGAIN = "measured: the same on another H100 (2026-11-27, 73a7cc6)"
 HOPPER = {
     "alu_latency": Known(5, MEASURED),
     "fma_latency": Known(4, MEASURED),
