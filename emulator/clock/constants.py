@@ -35,6 +35,8 @@ NAMES = (
     "commit_latency",
     "store_cost",
     "distant_arrive",
+    "distant_bytes",
+    "gpu_fence",
 )
 # Not the replay's own: of instructions (tables.py) and of launches (grid.py).
 OF_TABLES = (

@@ -6,9 +6,12 @@ It needs NVIDIA's driver (libcuda) and nothing else. What it prints goes into a 
 
 import argparse
 import ctypes
+import multiprocessing
+import re
 import struct
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 from emulator.clock.chips import CHIPS
@@ -18,7 +21,6 @@ from emulator.clock.micro import (
     LAUNCH_MICROS,
     MICROS,
     SHARED_BYTES,
-    STEPS,
     LaunchMicro,
     Micro,
     chain,
@@ -33,6 +35,8 @@ CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 CLUSTER, PROGRAMMATIC = 4, 6  # CUlaunchAttributeID
 MOST_SHARED_BYTES = 8  # CUfunction_attribute
 THREAD_LOCAL = 1  # CUstreamCaptureMode
+START_S = 60.0  # for a process to find the GPU
+context = multiprocessing.get_context("fork")
 
 
 class LaunchAttribute(ctypes.Structure):
@@ -114,7 +118,7 @@ class Gpu:
             words = struct.pack(f"<{CHAIN_BYTES // 8}Q", *chain(self._data.value))
             self._call("cuMemcpyHtoD_v2", self._data, words, ctypes.c_size_t(len(words)))
             self._call("cuMemsetD8_v2", self._flushed, ctypes.c_ubyte(0), ctypes.c_size_t(MORE_THAN_L2))
-        self._launch(function, (micro.ctas, micro.threads), None, {CLUSTER: (micro.ctas, 1, 1)})
+        self._launch(function, (micro.ctas, micro.threads), SHARED_BYTES, None, {CLUSTER: (micro.ctas, 1, 1)})
         self._call("cuCtxSynchronize")
         took = ctypes.c_uint64()
         self._call("cuMemcpyDtoH_v2", ctypes.byref(took), self._out, ctypes.c_size_t(8))
@@ -124,6 +128,7 @@ class Gpu:
         self,
         function: ctypes.c_void_p,
         sides: tuple[int, int],
+        shared_bytes: int,
         stream: ctypes.c_void_p | None,
         given: dict[int, tuple[int, ...]],
     ) -> None:
@@ -133,7 +138,7 @@ class Gpu:
             *(LaunchAttribute(name, 0, (ctypes.c_uint * 16)(*values)) for name, values in given.items())
         )
         (ctas, threads), three = sides, ctypes.c_uint * 3
-        config = LaunchConfig(three(ctas, 1, 1), three(threads, 1, 1), SHARED_BYTES, stream, attributes, len(given))
+        config = LaunchConfig(three(ctas, 1, 1), three(threads, 1, 1), shared_bytes, stream, attributes, len(given))
         self._call("cuLaunchKernelEx", ctypes.byref(config), function, arguments, None)
 
     def launch_us(self, micro: LaunchMicro) -> float:
@@ -149,7 +154,7 @@ class Gpu:
         self._call("cuStreamCreate", ctypes.byref(stream), 0)
         self._call("cuStreamBeginCapture_v2", stream, THREAD_LOCAL)
         for _ in range(count):
-            self._launch(function, LAUNCHED, stream, given)
+            self._launch(function, LAUNCHED, 0, stream, given)
         self._call("cuStreamEndCapture", stream, ctypes.byref(graph))
         self._call("cuGraphInstantiateWithFlags", ctypes.byref(runnable), graph, ctypes.c_ulonglong(0))
         found = min(self._timed_us(stream, runnable) for _ in range(CALLS))
@@ -175,30 +180,90 @@ class Gpu:
 
 def step_cycles(gpu: Gpu, micro: Micro) -> float:
     """Cycles of a step."""
-    return (gpu.cycles(micro, 2 * STEPS) - gpu.cycles(micro, STEPS)) / STEPS
+    return (gpu.cycles(micro, 2 * micro.steps) - gpu.cycles(micro, micro.steps)) / micro.steps
 
 
 def told(name: str, value: float, expected: float, unit: str, measures: str) -> str:
     return f"{name:14} {value:8.2f} {unit}, {expected:8.2f} by the clock: {measures}"
 
 
-def lines(gpu: Gpu, chip: ChipClock) -> Iterator[str]:
-    """One for each micro-kernel."""
-    yield f"{gpu.name}; the clock's constants: {chip.name}"
-    for micro in MICROS:
-        if micro.arch in ("", gpu.arch):
-            yield told(micro.name, step_cycles(gpu, micro), micro.expected(chip), "cycles", micro.measures)
-    for one in LAUNCH_MICROS:
-        yield told(one.name, gpu.launch_us(one), one.expected(chip), "us", one.measures)
+def line(gpu: Gpu, one: Micro | LaunchMicro, chip: ChipClock) -> str:
+    """What a micro-kernel took."""
+    if isinstance(one, Micro):
+        return told(one.name, step_cycles(gpu, one), one.expected(chip), "cycles", one.measures)
+    return told(one.name, gpu.launch_us(one), one.expected(chip), "us", one.measures)
+
+
+def micros(arch: str, pattern: str = "") -> list[Micro | LaunchMicro]:
+    """Those that an architecture has and whose names match."""
+    every: tuple[Micro | LaunchMicro, ...] = (*MICROS, *LAUNCH_MICROS)
+    having = [one for one in every if isinstance(one, LaunchMicro) or one.arch in ("", arch)]
+    return [one for one in having if re.search(pattern, one.name)]
+
+
+def serve(answers: Connection, pattern: str, done: int, chip: ChipClock) -> None:
+    """A process's work: tell the GPU, then a line for each micro-kernel behind the first `done` ones."""
+    try:
+        gpu = Gpu()
+        wanted = micros(gpu.arch, pattern)
+        answers.send((gpu.name, [one.name for one in wanted]))
+        for one in wanted[done:]:
+            answers.send(line(gpu, one, chip))
+    except HostError as error:
+        answers.send(error)
+
+
+def answered(answers: Connection, limit_s: float) -> Any:
+    """What a process sends next, or a HostError where nothing comes."""
+    if not answers.poll(limit_s):
+        return HostError(f"no answer within {limit_s:g} s")
+    try:
+        return answers.recv()
+    except EOFError:
+        return HostError("the process ended")
+
+
+def lines(pattern: str, chip: ChipClock, limit_s: float) -> Iterator[str]:
+    """One for each micro-kernel. They run in another process, and in a new one behind one that fails or hangs.
+
+    Raises:
+        HostError: there is no GPU.
+    """
+    done, names = 0, [""]
+    while done < len(names):
+        answers, there = context.Pipe(duplex=False)
+        process = context.Process(target=serve, args=(there, pattern, done, chip), daemon=True)
+        process.start()
+        there.close()
+        try:
+            first = answered(answers, START_S)
+            if isinstance(first, HostError):
+                raise first
+            name, names = first
+            if not done:
+                yield f"{name}; the clock's constants: {chip.name}"
+            while done < len(names):
+                found = answered(answers, limit_s)
+                done += 1
+                if isinstance(found, HostError):
+                    yield f"{names[done - 1]:14} {found}"
+                    break
+                yield found
+        finally:
+            process.kill()
+            process.join(START_S)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m emulator.clock.measure", description=__doc__)
     parser.add_argument("--chip", choices=tuple(CHIPS), default="H200", help="to compare with (default: %(default)s)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="which micro-kernels, by name (default: all)")
+    parser.add_argument("--limit", type=float, default=20.0, metavar="SECONDS", help="for each (default: %(default)s)")
     asked = parser.parse_args()
     try:
-        for line in lines(Gpu(), CHIPS[asked.chip]):
-            sys.stdout.write(f"{line}\n")
+        for one in lines(asked.only, CHIPS[asked.chip], asked.limit):
+            sys.stdout.write(f"{one}\n")
+            sys.stdout.flush()
     except HostError as error:
         sys.stderr.write(f"{error}\n")
         return 2

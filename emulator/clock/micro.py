@@ -9,6 +9,7 @@ launch takes is the time of many empty ones in a row.
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from emulator.clock.constants import ChipClock
 
@@ -21,7 +22,7 @@ HEAD = """.version 8.6
 {{
 .reg .pred %p<4>;
 .reg .b32 %r<64>;
-.reg .f32 %f<64>;
+.reg .f32 %f<80>;
 .reg .b64 %rd<16>;
 ld.param.b64 %rd0, [out];
 ld.param.b64 %rd1, [data];
@@ -75,6 +76,8 @@ class Micro:
         ctas: of the cluster.
         arch: that alone has its instructions, such as sm_90a; any where it is empty.
         cold: `data` is a chain of pointers as `chain` writes it, of which nothing is in L2.
+        steps: of the shorter of the two kernels that are compared.
+        data_bytes: that it reads, unless it is cold.
     """
 
     name: str
@@ -87,6 +90,8 @@ class Micro:
     ctas: int = 1
     arch: str = ""
     cold: bool = False
+    steps: int = STEPS
+    data_bytes: int = 16
 
     def text(self, steps: int, arch: str) -> str:
         """The PTX; steps of the same number are the same text."""
@@ -157,12 +162,16 @@ setp.eq.u32 %p3, %r55, 0;
 {TOGETHER}"""
 # The first CTA arrives and waits, the second one waits and arrives.
 DISTANT_ROUND = """
-@%p1 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];
+@%p1 mbarrier.arrive.shared::cluster.b64 _, [%r53];
 W{n}:
-mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r1], {parity};
+mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r1], {parity};
 @!%p2 bra W{n};
-@%p3 mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r53];
+@%p3 mbarrier.arrive.shared::cluster.b64 _, [%r53];
 """
+# Where the scope is written, ptxas puts a fence of the GPU's scope in front of the arrival.
+RELEASED_ROUND = DISTANT_ROUND.replace("arrive.", "arrive.release.cluster.").replace(
+    "parity.shared", "parity.acquire.cluster.shared"
+)
 # A warp of each CTA stores 512 bytes into the other one's memory in each step; at the end each waits for all of them.
 DISTANT_STORES = f"""{DISTANT_BARRIER}
 mad.lo.u32 %r56, %r0, 16, %r53;
@@ -176,15 +185,34 @@ STORED:
 mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p2, [%r1], 0;
 @!%p2 bra STORED;
 {TOGETHER}"""
-STORED_BYTES, STORED_FROM = 512, 16384
-SHARED_BYTES = STORED_FROM + 2 * STEPS * STORED_BYTES  # of a CTA
+STORED_BYTES, LOADED_BYTES, COPIED_FROM = 512, 4096, 16384  # a warp stores, a load copies, both to places from here on
+FEW_STEPS = 16  # where a step needs much shared memory, or ptxas much time: for 512 products it takes a minute
+SHARED_BYTES = COPIED_FROM + 2 * FEW_STEPS * LOADED_BYTES  # of a CTA
 
 
-def _distant_store(number: int) -> str:
-    place = f"%r56+{STORED_FROM + STORED_BYTES * number}"
-    store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
-    values = "{%r58, %r58, %r58, %r58}"
-    return f"{store} [{place}], {values}, [%r53];\nadd.u32 %r57, %r57, {STORED_BYTES};\n"
+def _distant_store(warps: int) -> Callable[[int], str]:
+    def step(number: int) -> str:
+        place = f"%r56+{COPIED_FROM + warps * STORED_BYTES * number}"
+        store = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+        values = "{%r58, %r58, %r58, %r58}"
+        return f"{store} [{place}], {values}, [%r53];\nadd.u32 %r57, %r57, {warps * STORED_BYTES};\n"
+
+    return step
+
+
+def _loads(number: int) -> str:
+    """A load whose end only `LOADED` waits for."""
+    load = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    place = COPIED_FROM + LOADED_BYTES * number
+    return f"@%p1 {load} [%r1+{place}], [%rd1], {LOADED_BYTES}, [%r1];\nadd.u32 %r57, %r57, {LOADED_BYTES};\n"
+
+
+LOADED = """
+@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], %r57;
+LOADED:
+mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0;
+@!%p2 bra LOADED;
+"""
 
 
 # Operands of zeros without a swizzle: rows of 16 bytes, the next 8 columns of k 128 bytes behind, the next 8 rows 256.
@@ -198,24 +226,45 @@ shr.u32 %r52, %r1, 4;
 cvt.u64.u32 %rd8, %r52;
 or.b64 %rd8, %rd8, {128 >> 4 << 16 | 256 >> 4 << 32};
 setp.ne.b32 %p1, %r51, 1;
-""" + "".join(f"mov.f32 %f{8 + n}, %f1;\n" for n in range(32))
+"""
 
 
-def _products(count: int, columns: int) -> str:
-    """So many products of 64 x `columns` x 16, each added to the one before, and the wait for them."""
-    sums = ", ".join(f"%f{8 + n}" for n in range(columns // 2))
-    shape = f"m64n{columns}k16.f32.f16.f16"
-    one = f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, %rd8, %rd8, %p1, 1, 1, 0, 0;\n"
-    wait = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
-    return f"wgmma.fence.sync.aligned;\n{one * count}{wait}"
+@dataclass(frozen=True)
+class Products:
+    """Products of 64 x `columns` x 32 bytes, each added to the one before, and the wait for them."""
+
+    count: int
+    columns: int
+    kind: str = "f16"
+
+    @property
+    def depth(self) -> int:
+        return 16 if self.kind == "f16" else 32
+
+    @property
+    def text(self) -> str:
+        sums = ", ".join(f"%f{8 + n}" for n in range(self.columns // 2))
+        shape = f"m64n{self.columns}k{self.depth}.f32.{self.kind}.{self.kind}"
+        transposed = ", 0, 0" if self.kind == "f16" else ""
+        one = f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, %rd8, %rd8, %p1, 1, 1{transposed};\n"
+        wait = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
+        return f"wgmma.fence.sync.aligned;\n{one * self.count}{wait}"
+
+    def cycles(self, chip: ChipClock) -> float:
+        """Of the arithmetic or the operands from shared memory, as `tables.wgmma_cycles` has them, and the latency."""
+        rate = chip["matrix_flops"] * self.depth / 16
+        one = max(2 * 64 * self.columns * self.depth / rate, 32 * (64 + self.columns) / chip["shared_bytes"])
+        return chip["wgmma_latency"] + self.count * one
+
+    @property
+    def micro(self) -> dict[str, Any]:
+        """Fields of the micro-kernel."""
+        sums = "".join(f"mov.f32 %f{8 + n}, %f1;\n" for n in range(self.columns // 2))
+        total = "".join(f"add.f32 %f0, %f0, %f{8 + n};\n" for n in range(self.columns // 2))
+        fixed = {"threads": 128, "arch": "sm_90a", "steps": FEW_STEPS // 2}
+        return {"step": _same(self.text), "expected": self.cycles, "before": OPERANDS + sums, "after": total, **fixed}
 
 
-def _products_cycles(columns: int, chip: ChipClock) -> float:
-    """Of a product's arithmetic or its operands from shared memory, as `tables.wgmma_cycles` has them."""
-    return max(2 * 64 * columns * 16 / chip["matrix_flops"], 2 * 16 * (64 + columns) / chip["shared_bytes"])
-
-
-SUM = "".join(f"add.f32 %f0, %f0, %f{8 + n};\n" for n in range(32))
 CHASE = "st.shared.u32 [%r1], %r1;\nmov.u32 %r2, %r1;\nbar.sync 0;\n"
 GLOBAL_CHASE = "st.global.u64 [%rd1], %rd1;\nmov.u64 %rd5, %rd1;\nbar.sync 0;\n"
 
@@ -259,14 +308,30 @@ MICROS = (
         lambda chip: 2 * (chip["distant_arrive"] + chip["mbarrier_wake"] + 2), before=DISTANT_BARRIER, after=TOGETHER,
         ctas=2,
     ),
-    Micro("distant-store", "512 divided by port_bytes: bytes into another SM's shared memory", _distant_store,
-          lambda chip: STORED_BYTES / chip["port_bytes"], before=DISTANT_STORES, after=STORED, ctas=2),
-    Micro("wgmma", "wgmma_latency, and a product of 64 x 8 x 16", _same(_products(1, 8)),
-          lambda chip: chip["wgmma_latency"] + _products_cycles(8, chip), before=OPERANDS, after=SUM, threads=128,
-          arch="sm_90a"),
-    Micro("wgmma-chain", "wgmma_latency, and four products of 64 x 64 x 16", _same(_products(4, 64)),
-          lambda chip: chip["wgmma_latency"] + 4 * _products_cycles(64, chip), before=OPERANDS, after=SUM, threads=128,
-          arch="sm_90a"),
+    Micro(
+        "distant-release", "the same with gpu_fence: the arrivals release", _phase(RELEASED_ROUND),
+        lambda chip: 2 * (chip["gpu_fence"] + chip["distant_arrive"] + chip["mbarrier_wake"] + 2),
+        before=DISTANT_BARRIER, after=TOGETHER, ctas=2,
+    ),
+    Micro("fence", "gpu_fence, with no access that it waits for", _same("fence.acq_rel.gpu;"),
+          lambda chip: chip["gpu_fence"]),
+    Micro("cluster-barrier", "cluster_barrier: of two CTAs", _same(TOGETHER.replace("arrive", "arrive.relaxed")),
+          lambda chip: chip["cluster_barrier"] + 1, ctas=2),
+    Micro("cluster-release", "the same with gpu_fence: the arrivals release", _same(TOGETHER),
+          lambda chip: chip["gpu_fence"] + chip["cluster_barrier"] + 1, ctas=2),
+    Micro("distant-store", "512 divided by distant_bytes: stores of a warp into another SM's memory",
+          _distant_store(1), lambda chip: STORED_BYTES / chip["distant_bytes"], before=DISTANT_STORES, after=STORED,
+          ctas=2),
+    Micro("distant-stores", "2048 divided by distant_bytes: the same of four warps", _distant_store(4),
+          lambda chip: 4 * STORED_BYTES / chip["distant_bytes"], before=DISTANT_STORES, after=STORED, threads=128,
+          ctas=2, steps=FEW_STEPS),
+    Micro("port", "4096 divided by port_bytes: loads by the copy engine, of what L2 has", _loads,
+          lambda chip: LOADED_BYTES / chip["port_bytes"], before=FIRST_BARRIER + "mov.u32 %r57, 0;\n", after=LOADED,
+          steps=FEW_STEPS, data_bytes=LOADED_BYTES),
+    Micro("wgmma", "wgmma_latency, and a product of 64 x 8 x 16", **Products(1, 8).micro),
+    Micro("wgmma-chain", "wgmma_latency, and four products of 64 x 64 x 16", **Products(4, 64).micro),
+    Micro("wgmma-e4m3", "wgmma_latency, and four products of 64 x 128 x 32 in 8 bits",
+          **Products(4, 128, "e4m3").micro),
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@
 #include "replay.h"
 
 enum { SCHEDULERS = 4, NAMED = 16, MBARRIERS = 256, PHASES = 8, GROUPS = 64, OPERATIONS = 1024, MOST_WARPS = 64 };
+enum { OTHER_SM = -2 };  // in place of a region, as notes.py has it
 enum Block { RUNS, ON_BAR, ON_CLUSTER, ON_MBARRIER, ON_WGMMA, ENDED };
 // Each operand is evaluated once.
 #define MAX(a, b) ({ __typeof__(a) x_ = (a); __typeof__(b) y_ = (b); x_ > y_ ? x_ : y_; })
@@ -64,7 +65,7 @@ typedef struct {
 
 typedef struct {
     Scheduler schedulers[SCHEDULERS];
-    double lsu, tensor, copies, port, l2, hbm;
+    double lsu, tensor, copies, port, sent, received, l2, hbm;  // sent: to other SMs' shared memory
     double *owed;  // of each region: what of an access the next one misses
 } Sm;
 
@@ -285,7 +286,7 @@ static void cluster_barrier(Sim *s, Warp *w, const Event *e, u64 t) {
                 EACH_WARP(&c->ctas[rank], other)
                     if (other->block == ON_CLUSTER && other->target <= c->round) wake(s, other, done);
         }
-        settle(s, w, t + 1, ISSUED);
+        settle(s, w, t + 1, s->p->instrs[e->index].fences ? GLOBAL_LOAD : ISSUED);
     } else if (c->round >= w->target)
         settle(s, w, MAX(t + 1, c->round_done[w->target % PHASES]), CLUSTER_BARRIER);
     else
@@ -339,11 +340,13 @@ static void wait_wgmma(Sim *s, Warp *w, s32 pending, u64 t) {
 // A load, and its targets behind it; returns the event behind those, of another load of the same instruction.
 static const Event *bulk_load(Sim *s, Warp *w, const Event *e, u64 t) {
     Sm *sm = w->cta->sm;
-    double start = MAX(sm->copies, (double)t + constant(s, C_TMA_ISSUE));
-    double cycles = (double)e->b / constant(s, C_PORT_BYTES);
-    sm->copies = start + cycles;
-    double done = e->a == -2 ? start + cycles + constant(s, C_DISTANT_LATENCY)
-                             : global_memory(s, w->cta, start, e->a, (double)e->b, 0, e->index);
+    int within = e->a == OTHER_SM;
+    double *server = within ? &sm->sent : &sm->copies;
+    double start = MAX(*server, (double)t + constant(s, C_TMA_ISSUE));
+    double cycles = (double)e->b / constant(s, within ? C_DISTANT_BYTES : C_PORT_BYTES);
+    *server = start + cycles;
+    double done = within ? start + cycles + constant(s, C_DISTANT_LATENCY)
+                         : global_memory(s, w->cta, start, e->a, (double)e->b, 0, e->index);
     done += s->p->instrs[e->index].value;
     busy(s, w->cta, COPY_ENGINE, start, cycles, e->index);
     const Event *to = e;
@@ -353,7 +356,8 @@ static const Event *bulk_load(Sim *s, Warp *w, const Event *e, u64 t) {
         Cta *cta = w->cta->cluster->ctas + (u64)to->a % s->p->members;
         double arrived = done;
         // What another SM gets of a multicast takes its port.
-        if (cta != w->cta) arrived = MAX(done, serve(&cta->sm->port, start, cycles) + done - start - cycles);
+        double *into = within ? &cta->sm->received : &cta->sm->port;
+        if (cta != w->cta) arrived = MAX(done, serve(into, start, cycles) + done - start - cycles);
         contribute(s, cta->cluster, mbarrier_at(s, w, to->b), 0, -e->b, after(arrived));
     }
     return NULL;
@@ -456,16 +460,16 @@ static u64 by_event(Sim *s, Warp *w, const Event *e, u64 t) {
 }
 
 static void execute(Sim *s, Warp *w, const Static *in, u32 index, u64 t) {
-    u64 next = t + 1, ready = t + in->latency;
+    u64 fence = in->fences ? (u64)constant(s, C_GPU_FENCE) : 0, next = t + fence + 1, ready = t + fence + in->latency;
     const Event *e = in->kind == BY_EVENT ? next_event(w, index) : NULL;
     if (e && e->kind == E_BAR) { cta_barrier(s, w, e, t); return; }
-    if (e && e->kind == E_CLUSTER) { cluster_barrier(s, w, e, t); return; }
+    if (e && e->kind == E_CLUSTER) { cluster_barrier(s, w, e, t + fence); return; }
     if (e && e->kind == E_WAIT) { wait_mbarrier(s, w, e, t); return; }
     if (e) {
-        u64 done = by_event(s, w, e, t);
+        u64 done = fence + by_event(s, w, e, e->kind == E_ARRIVE ? t + fence : t);
         ready = MAX(ready, done);
     }
-    u8 reason = ISSUED;
+    u8 reason = fence ? GLOBAL_LOAD : ISSUED;
     switch (in->kind) {
         case BRANCH: next = t + (u64)constant(s, C_BRANCH), reason = FETCH; break;
         case EXIT: w->at = w->trace->count; break;

@@ -39,11 +39,12 @@ enum Constant {
     C_BRANCH, C_SHARED_LATENCY, C_SHUFFLE_LATENCY, C_LSU_QUEUE, C_L2_LATENCY, C_HBM_LATENCY, C_TMA_ISSUE,
     C_PORT_BYTES, C_L2_BYTES, C_HBM_BYTES, C_SHARED_BYTES, C_BARRIER, C_CLUSTER_BARRIER, C_MBARRIER_ARRIVE,
     C_MBARRIER_WAKE, C_WGMMA_LATENCY, C_STORE_LATENCY, C_DISTANT_LATENCY, C_DISPATCH, C_TENSOR_MOVE_BYTES,
-    C_TENSOR_MOVE_LATENCY, C_COMMIT_LATENCY, C_STORE_COST, C_DISTANT_ARRIVE, CONSTANTS
+    C_TENSOR_MOVE_LATENCY, C_COMMIT_LATENCY, C_STORE_COST, C_DISTANT_ARRIVE, C_DISTANT_BYTES, C_GPU_FENCE, CONSTANTS
 };
 
 typedef struct {
-    u8 kind, unit, reason, sources, results, pad;
+    u8 kind, unit, reason, sources, results;
+    u8 fences;  // whether the assembler puts a fence of the GPU's scope in front of it, or it is one
     u16 busy, latency;  // cycles of the unit; until the result can be used
     u32 rows;  // the first of its sources, then results, in `rows`
     s32 value;  // of a wait, what may be pending; of a wgmma, cycles of the tensor cores; of a load by the copy engine

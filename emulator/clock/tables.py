@@ -18,7 +18,7 @@ from emulator.ptx.overtaken import registers
 
 STATIC = np.dtype(
     [
-        *((name, "u1") for name in ("kind", "unit", "reason", "sources", "results", "pad")),
+        *((name, "u1") for name in ("kind", "unit", "reason", "sources", "results", "fences")),
         ("busy", "u2"), ("latency", "u2"), ("rows", "u4"), ("value", "i4"),
     ],
     align=True,
@@ -94,6 +94,7 @@ def _describe(record: np.void, instr: Instr, chip: ChipClock) -> None:
     op, kind = instr.op, classify(instr.op)
     record["kind"] = _kind(instr, kind)
     record["latency"], record["reason"] = _latency(kind, instr, chip)
+    record["fences"] = fences(instr)
     if record["kind"] == FREE:
         return
     record["unit"], record["busy"] = _unit(kind, instr, chip)
@@ -104,6 +105,26 @@ def _describe(record: np.void, instr: Instr, chip: ChipClock) -> None:
         record["value"] = pending.value if isinstance(pending, Imm) else EVERYTHING
     elif instr.op.form.id in COPIES:
         record["value"] = int(chip[COPIES[instr.op.form.id]])
+
+
+def fences(instr: Instr) -> bool:
+    """Whether the assembler makes a fence of the GPU's scope (MEMBAR.ALL.GPU) of it, or puts one in front of it.
+
+    It does for whatever releases to more than the CTA, but for an arrival at an mbarrier only where its scope is
+    written. Initialised mbarriers need none.
+    """
+    op = instr.op
+    name, scope = op.name, op["scope"]
+    if name == "barrier.cluster.arrive":
+        return op["sem"] != "relaxed"
+    if name == "fence.proxy.async":
+        return op["space"] != "shared::cta"
+    if name == "membar":
+        return op["level"] != "cta"
+    if name == "fence":
+        return op["sem"] != "acquire" and scope != "cta"
+    releases = op["sem"] in ("release", "acq_rel") and not name.startswith("fence")
+    return releases and scope in ("cluster", "gpu", "sys")
 
 
 def _kind(instr: Instr, kind: Class) -> int:

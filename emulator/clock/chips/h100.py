@@ -16,6 +16,7 @@ from emulator.clock.constants import ChipClock, Known
 
 ASSUMED = "assumed"
 MEASURED = "measured: python -m emulator.clock.measure on an H100 (2026-11-26, b38abec)"
+AGAIN = "measured: the same on another H100 (2026-11-27, 73a7cc6)"
 HOPPER = {
     "alu_latency": Known(5, MEASURED),
     "fma_latency": Known(4, MEASURED),
@@ -27,8 +28,8 @@ HOPPER = {
     "shared_latency": Known(22, f"{MEASURED} (a step of 23 has a wavefront)"),
     "shuffle_latency": Known(24, MEASURED),
     "lsu_queue": Known(32, "assumed: wavefronts that wait before a warp cannot issue another access"),
-    "l2_latency": Known(298, f"{MEASURED} (a step of 300 has a wavefront and a sector)"),
-    "hbm_latency": Known(570, "HPMLL: 483 to 638, 570 by pointer chase"),
+    "l2_latency": Known(260, f"{AGAIN} (a step of 261 has a wavefront and a sector); 298 on the first one"),
+    "hbm_latency": Known(694, f"{AGAIN} (a step of 695 has a wavefront and a sector)"),
     "tma_latency": Known(105, "HPMLL: a load by TMA takes 105 longer than an ordinary one"),
     "bulk_latency": Known(-12, f"{MEASURED} (333 cycles with tma_issue, an ordinary load and a wake; not by L1's way)"),
     "async_store": Known(0, "assumed: st.async takes distant_latency, as it is no work of the copy engine's loads"),
@@ -36,20 +37,24 @@ HOPPER = {
     "port_bytes": Known(53, "52.73: dsl_backend/gemm/cost.py's fit to 16-bit GEMMs that an H100 timed"),
     "shared_bytes": Known(128, "guide: 32 banks of 4 bytes"),
     "barrier": Known(28, f"{MEASURED}, 256 threads"),
-    "cluster_barrier": Known(190, "derived: a round trip to another SM, HPMLL: 181 to 207"),
+    "cluster_barrier": Known(72, AGAIN),
     "mbarrier_arrive": Known(20, "assumed: less than a load from shared memory"),
     "mbarrier_wake": Known(24, f"{MEASURED}: 44 with an arrival; how much of it is the arrival's is assumed"),
-    "distant_arrive": Known(109, "derived: an arrival, and one way of distant_latency's two"),
-    "wgmma_latency": Known(32, "assumed: about mma.sync's"),
+    "distant_arrive": Known(98, f"{AGAIN}: a round trip of 247, less two wakes and branches"),
+    "distant_bytes": Known(20.4, f"{AGAIN}: 512 bytes of a warp take 25, 2048 of four warps 100, both ways at once"),
+    "gpu_fence": Known(669, AGAIN),
+    "wgmma_latency": Known(
+        53, f"{AGAIN}: chains of four products take 181 and 310, of which 128 and 256 are arithmetic"
+    ),
     "store_latency": Known(500, "assumed: about a load from HBM, there and back"),
-    "distant_latency": Known(200, "HPMLL: 181 within a TPC, 202 to 207 beyond"),
+    "distant_latency": Known(192, AGAIN),
     "dispatch": Known(300, "assumed: cycles from the end of a CTA to the first instruction of the next"),
     "tensor_move_bytes": Known(128, "not on this chip"),
     "tensor_move_latency": Known(20, "not on this chip"),
     "commit_latency": Known(20, "not on this chip"),
     "store_cost": Known(1.12, "fitted: bytes of HBM that a stored byte takes the time of"),
     "launch_us": Known(1.4, "fitted: from one kernel of a graph to the next, and its first instructions"),
-    "overlapped_us": Known(0.96, "pegainfer issue 569: what programmatic dependent launch recovers at most"),
+    "overlapped_us": Known(0.82, f"{AGAIN}: a dependent launch takes 0.58; launch_us less that"),
     "matrix_clock": Known(0.78, "fitted: the clock's part that is left where tensor cores never rest"),
     "hbm_efficiency": Known(0.92, "fitted"),
     "l2_terabytes": Known(

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The micro-kernels on the clock: each gives back the constants that it is there to measure."""
 
+import os
+import time
+
 import numpy as np
 import pytest
 
@@ -50,13 +53,13 @@ def cycles(micro, steps):
         data[:] = chain(data.ctypes.data)
     else:
         # So small that all but the first access find it in L2.
-        data = aligned(2, 16)
+        data = aligned(micro.data_bytes // 8, 16)
     return clocked(micro.text(steps, ARCH), ctas=micro.ctas, threads=micro.threads, data=data).cycles
 
 
 @pytest.mark.parametrize("micro", MICROS, ids=lambda micro: micro.name)
 def test_a_step_takes_what_the_constants_say(micro):
-    found = (cycles(micro, 2 * STEPS) - cycles(micro, STEPS)) / STEPS
+    found = (cycles(micro, 2 * micro.steps) - cycles(micro, micro.steps)) / micro.steps
     assert found == pytest.approx(micro.expected(CHIP), rel=0.02, abs=1.5)
 
 
@@ -97,9 +100,8 @@ def test_every_micro_kernel_is_launched(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(measure.ctypes, "CDLL", lambda _: driver)
     gpu = measure.Gpu()
-    gpu.arch = ARCH
-    shown = list(measure.lines(gpu, CHIP))
-    assert [line.split()[0] for line in shown[1:]] == [one.name for one in (*MICROS, *LAUNCH_MICROS)]
+    shown = [measure.line(gpu, one, CHIP) for one in measure.micros(ARCH)]
+    assert [line.split()[0] for line in shown] == [one.name for one in (*MICROS, *LAUNCH_MICROS)]
     launches = [arguments[0]._obj for name, arguments in driver.called if name == "cuLaunchKernelEx"]
     assert {(one.attributes[0].id, one.attributes[0].value[0]) for one in launches if one.count} == {
         (measure.CLUSTER, 1),
@@ -109,8 +111,38 @@ def test_every_micro_kernel_is_launched(monkeypatch):
     assert sum(one.grid[0] == measure.LAUNCHED[0] for one in launches) == 2 * 3 * measure.LAUNCHES
     flushed = [name for name, arguments in driver.called if name == "cuMemcpyHtoD_v2"]
     assert len(flushed) == 2 * measure.CALLS
-    gpu.arch = "sm_100a"
-    assert not any(line.startswith("wgmma") for line in measure.lines(gpu, CHIPS["B200"]))
+    assert not any(one.name.startswith("wgmma") for one in measure.micros("sm_100a"))
+
+
+class Faulty:
+    """A GPU on which one micro-kernel hangs, one fails, and one ends the process."""
+
+    name, arch = "a GPU", ARCH
+
+    def cycles(self, micro, steps):
+        if micro.name == "alu":
+            time.sleep(60)
+        if micro.name == "shared":
+            raise HostError("cuCtxSynchronize returns 719 (CUresult)")
+        if micro.name == "hbm":
+            os._exit(1)
+        return 7 * steps
+
+    def launch_us(self, micro):
+        return 1.0
+
+
+def test_a_micro_kernel_that_hangs_or_fails_costs_no_other(monkeypatch):
+    monkeypatch.setattr(measure, "Gpu", Faulty)
+    shown = list(measure.lines("", CHIP, 0.5))
+    assert shown[0].startswith("a GPU")
+    assert [line.split()[0] for line in shown[1:]] == [one.name for one in (*MICROS, *LAUNCH_MICROS)]
+    of = {line.split()[0]: line for line in shown[1:]}
+    assert of.pop("alu").endswith("no answer within 0.5 s")
+    assert of.pop("shared").endswith("719 (CUresult)")
+    assert of.pop("hbm").endswith("the process ended")
+    assert all(" cycles, " in line and " 7.00 " in line for line in list(of.values())[: -len(LAUNCH_MICROS)])
+    assert [line.split()[0] for line in measure.lines("^fm|^launch", CHIP, 0.5)][1:] == ["fma", "launch"]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):

@@ -8,7 +8,7 @@ from ptx_kernels import text
 from emulator.clock.chips import CHIPS
 from emulator.clock.order import order_of
 from emulator.clock.registers import BASE, GRANULE, registers_of
-from emulator.clock.tables import FREE, PLAIN, table_of
+from emulator.clock.tables import FREE, PLAIN, fences, table_of
 from emulator.machine.launch import load
 
 CHIP = CHIPS["H200"]
@@ -74,3 +74,33 @@ def test_an_assemblers_order_keeps_what_depends_on_each_other():
     last = texts.index("bra")
     assert place[last] == last
     assert max(stops) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "fenced"),
+    [
+        ("barrier.cluster.arrive.aligned", True),
+        ("barrier.cluster.arrive.release.aligned", True),
+        ("barrier.cluster.arrive.relaxed.aligned", False),
+        ("barrier.cluster.wait.acquire.aligned", False),
+        ("fence.acq_rel.gpu", True),
+        ("fence.acq_rel.cluster", True),
+        ("fence.sc.gpu", True),
+        ("fence.acq_rel.cta", False),
+        ("fence.mbarrier_init.release.cluster", False),
+        ("fence.proxy.async", True),
+        ("fence.proxy.async.shared::cta", False),
+        ("membar.gl", True),
+        ("membar.cta", False),
+        ("mbarrier.arrive.shared::cluster.b64 _, [%r0]", False),
+        ("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r0]", True),
+        ("mbarrier.arrive.release.cta.shared::cta.b64 _, [%r0]", False),
+        ("mbarrier.arrive.expect_tx.release.cluster.shared::cta.b64 _, [%r0], 16", True),
+        ("red.release.gpu.global.add.u32 [%rd0], 1", True),
+        ("red.relaxed.gpu.global.add.u32 [%rd0], 1", False),
+        ("ld.acquire.gpu.global.u32 %r1, [%rd0]", False),
+    ],
+)
+def test_fences_are_where_ptxas_puts_them(instruction, fenced):
+    """MEMBAR.ALL.GPU in what ptxas 12.9 makes of it for sm_90a and sm_100a."""
+    assert fences(program(f"{instruction};").instrs[0]) is fenced
