@@ -2,7 +2,7 @@
 """The sampler's problem: its static spec, the parameters of a step, and the results."""
 
 import enum
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -76,6 +76,17 @@ class SamplingSpec:
         )
 
 
+# Of each tensor of Parameters. A table, because it is read in every step.
+PARAMETER_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "seeds": (torch.int64,),
+    "positions": (torch.int64,),
+    "temperature": (torch.float32,),
+    "top_k": (torch.int32, torch.int64),
+    "top_p": (torch.float32,),
+    "min_p": (torch.float32,),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
     """Sampling parameters of a step: tensors [rows] on the device of the logits. None turns one off for all rows.
@@ -100,23 +111,19 @@ class Parameters:
 
     def check(self, rows: int, device: torch.device) -> None:
         """Raise InvalidInput where a shape, dtype, stride or device does not match."""
-        integer, real = (torch.int64,), (torch.float32,)
-        accepted = {"seeds": integer, "positions": integer, "top_k": (torch.int32, torch.int64)}
-        for field in fields(self):
-            tensor = getattr(self, field.name)
-            if tensor is None and field.name not in ("seeds", "positions"):
+        for name, dtypes in PARAMETER_DTYPES.items():
+            tensor = getattr(self, name)
+            if tensor is None and name not in ("seeds", "positions"):
                 continue
-            checks.tensor(field.name, tensor)
-            dtypes = accepted.get(field.name, real)
+            checks.tensor(name, tensor)
             if tensor.shape != (rows,) or not tensor.is_contiguous() or tensor.dtype not in dtypes:
                 names = " or ".join(map(short, dtypes))
                 raise InvalidInput(
-                    f"{field.name} is {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [{rows}] of {names} is "
-                    f"needed"
+                    f"{name} is {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [{rows}] of {names} is needed"
                 )
             if tensor.device != device:
-                raise InvalidInput(f"{field.name} is on {tensor.device}: {device} is needed")
-            checks.no_gradient(field.name, tensor)
+                raise InvalidInput(f"{name} is on {tensor.device}: {device} is needed")
+            checks.no_gradient(name, tensor)
 
 
 class Sampled(NamedTuple):
@@ -140,7 +147,7 @@ class Sampled(NamedTuple):
 
     def rows(self, count: int) -> "Sampled":
         """Views of the first rows."""
-        return Sampled(*(None if tensor is None else tensor[:count] for tensor in self))  # type: ignore[arg-type]
+        return Sampled(*[None if tensor is None else tensor[:count] for tensor in self])  # type: ignore[arg-type]
 
     def likeliest(self, num_logprobs: int) -> "Sampled":
         """With so many of the likeliest tokens, at most those that there are."""

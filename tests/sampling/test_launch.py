@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host side of the CuTe DSL sampler: strides, vectors, which kernels a plan compiles, parameters that are off."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -8,13 +10,15 @@ pytest.importorskip("cutlass")
 
 import emulator
 from dsl_backend.runtime.family import precompile_specs
-from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.sampling import precompile as sampling_precompile
 from dsl_backend.sampling import reference
+from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import host
+from dsl_backend.sampling.cute.kernel import SampleKey
 from dsl_backend.sampling.cute.verification import VerifyKey
 from dsl_backend.sampling.plan import SamplingPlan
-from dsl_backend.sampling.spec import Parameters, SamplingSpec
+from dsl_backend.sampling.spec import Parameters, SamplingSpec, buffers
 
 H200 = from_arch("sm_90a")
 
@@ -62,6 +66,53 @@ def test_a_plan_compiles_what_it_launches() -> None:
     assert kernel.functions == compiled
     assert first.tolist() == reference.sample(x, rows)[0].tolist()
     assert second.tokens.tolist() == reference.sample(x, top_k)[0].tolist()[:1]
+
+
+def test_a_choice_is_made_once_for_all_that_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch gets the function that it would get without the others."""
+    built: list[SampleKey] = []
+    launched: list[SampleKey] = []
+
+    def build(key: SampleKey, target: Target) -> Callable[..., None]:
+        built.append(key)
+        return lambda *tensors: launched.append(key)
+
+    monkeypatch.setattr(host, "build", build)
+    spec, device, rows = SamplingSpec(vocab=32768), torch.device("cpu"), (1, 40, 200)
+    kernel = host.CuteSampler(spec, H200, max(rows), device)
+    ints = [torch.zeros(max(rows), dtype=dtype) for dtype in (torch.int32, torch.int64)]
+    cases = [
+        (count, apart, top_p, top_k)
+        for count in rows
+        for apart in (False, True)
+        for top_p in (False, True)
+        for top_k in (None, *ints)
+    ]
+    near, wide = torch.zeros(max(rows), spec.vocab), torch.zeros(max(rows), spec.vocab + 1)
+    expected = []
+    out = buffers(spec, max(rows), device)
+
+    def launch_all() -> None:
+        for count, apart, top_p, top_k in cases:
+            parameters = Parameters(
+                seeds=ints[1][:count],
+                positions=ints[1][:count],
+                top_k=None if top_k is None else top_k[:count],
+                top_p=torch.ones(count) if top_p else None,
+            )
+            kernel.launch(wide[:count, : spec.vocab] if apart else near[:count], parameters, out.rows(count))
+
+    for count, apart, top_p, top_k in cases:
+        # Rows of 32769 logits begin at any address; of a single row the stride does not matter.
+        vector = 1 if apart and count > 1 else 4
+        config = ClusterConfig.default(spec, H200, count, vector, top_p and top_k is None)
+        expected.append(host.key_of(spec, config, torch.int32 if top_k is None else top_k.dtype))
+    launch_all()
+    monkeypatch.delattr(host, "key_of")
+    launch_all()
+    assert launched == 2 * expected
+    assert len(set(expected)) > 4
+    assert len(built) == len(set(built))
 
 
 def test_precompile_specs_of_a_model() -> None:

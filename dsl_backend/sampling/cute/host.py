@@ -2,7 +2,6 @@
 """Keys, compiled functions and launches of the CuTe DSL sampler."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,16 +66,6 @@ def build(key: SampleKey, target: Target) -> Function:
     return compile_kernel(Sample(key), fake_args(key), key=key, target=target)
 
 
-def args_of(logits: torch.Tensor, parameters: Parameters, out: Sampled) -> SampleArgs:
-    """The arguments of a launch.
-
-    Args:
-        parameters: all of them.
-    """
-    results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
-    return SampleArgs(logits=logits, **vars(parameters), **results)
-
-
 def with_expected_strides(logits: torch.Tensor) -> torch.Tensor:
     """A view of the same rows with the strides that the kernel expects.
 
@@ -103,6 +92,8 @@ class CuteSampler:
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec, self.target = spec, target
         self.functions: dict[SampleKey, Function] = {}
+        # Key: the arguments of `chosen`.
+        self.choices: dict[tuple[int, int, bool, torch.dtype], Function] = {}
         for config in cluster_configs(spec, target, max_rows, widest_vector(spec)):
             self.function(key_of(spec, config))
         # Operands for parameters that are off for all rows.
@@ -117,17 +108,37 @@ class CuteSampler:
         return function
 
     def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:
-        count = len(logits)
+        count = logits.shape[0]
         logits = with_expected_strides(logits)
-        top_p_alone = parameters.top_p is not None and parameters.top_k is None and parameters.min_p is None
-        config = ClusterConfig.default(self.spec, self.target, count, common_vector(logits), top_p_alone)
-        top_k = self.no_top_k[:count] if parameters.top_k is None else parameters.top_k
-        given = replace(
-            parameters,
-            temperature=self.ones[:count] if parameters.temperature is None else parameters.temperature,
-            top_k=top_k,
-            top_p=self.ones[:count] if parameters.top_p is None else parameters.top_p,
-            min_p=self.zeros[:count] if parameters.min_p is None else parameters.min_p,
+        temperature, top_k, top_p, min_p = (
+            parameters.temperature,
+            parameters.top_k,
+            parameters.top_p,
+            parameters.min_p,
         )
-        args = args_of(logits, given, out)
-        self.function(key_of(self.spec, config, top_k.dtype))(*args.tensors)
+        top_p_alone = top_p is not None and top_k is None and min_p is None
+        if top_k is None:
+            top_k = self.no_top_k[:count]
+        args = SampleArgs(
+            logits=logits,
+            seeds=parameters.seeds,
+            positions=parameters.positions,
+            temperature=self.ones[:count] if temperature is None else temperature,
+            top_k=top_k,
+            top_p=self.ones[:count] if top_p is None else top_p,
+            min_p=self.zeros[:count] if min_p is None else min_p,
+            tokens=out.tokens,
+            top_ids=out.top_ids,
+            top_logprobs=out.top_logprobs,
+            token_ranks=out.token_ranks,
+        )
+        self.chosen(count, common_vector(logits), top_p_alone, top_k.dtype)(*args.tensors)
+
+    def chosen(self, rows: int, vector: int, top_p_alone: bool, k_dtype: torch.dtype) -> Function:
+        """The function of a launch. All that the choice depends on is in the arguments, so it is made once for them."""
+        asked = rows, vector, top_p_alone, k_dtype
+        function = self.choices.get(asked)
+        if function is None:
+            config = ClusterConfig.default(self.spec, self.target, rows, vector, top_p_alone)
+            function = self.choices[asked] = self.function(key_of(self.spec, config, k_dtype))
+        return function
