@@ -173,7 +173,8 @@ def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parame
 
     out = unwritten(case.spec, len(x), x.device)
     function = host.build(host.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
-    function(*host.args_of(host.with_expected_strides(x), parameters, out).tensors)
+    results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
+    function(*host.SampleArgs(logits=host.with_expected_strides(x), **vars(parameters), **results).tensors)
     return out
 
 
