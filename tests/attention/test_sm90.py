@@ -116,6 +116,30 @@ def test_config_of_long_queries(is_long: bool, monkeypatch: pytest.MonkeyPatch) 
     assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not is_long, is_long]
 
 
+LONG = Case(id="causal", q_lens=(200, 3, 230), kv_lens=(333, 90, 230), heads=(2, 1), dim=64, page=32)
+LONG_CASES = (
+    LONG,
+    replace(LONG, id="window-softcap", window=(70, None), softcap=3.0),
+    replace(LONG, id="not-causal", causality=FULL, dim=48),
+)
+
+
+@pytest.mark.parametrize("index", range(3), ids=("eager", "lazy", "random"))
+@pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
+def test_long_queries(case: Case, index: int) -> None:
+    """Tiles of 192 rows, as they are launched: with and without LSE."""
+
+    def make(planner: Planner, short: bool) -> Kernel:
+        if short:
+            return SplitKV(planner.spec, planner.target, scratch())
+        config = dense_configs.long_query_config(planner.spec)
+        assert config is not None
+        assert config.tile_m == 192
+        return Prefill(planner.spec, planner.target, scratch(), config)
+
+    emulate(case, "sm_90a", make, index, sms=2, with_lse=index == 0)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 def test_fp8_on_every_schedule(index: int) -> None:
