@@ -58,7 +58,7 @@ class Options(BaseModel):
     norms: ServedBy = ServedBy.MEASURED
     rope: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
-    # On an SM90 prefill has 1.10 times the rate (H200, 37 rows), for 0.1 to 0.2 ms of host time a step with prompts.
+    # On an SM90 prefill has 1.11 times the rate (H200, 37 rows), for 0.1 to 0.2 ms of host time a step with prompts.
     launches_by_lengths: Annotated[bool | None, Field(strict=True)] = None
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.

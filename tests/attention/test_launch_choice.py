@@ -114,6 +114,9 @@ def test_query_tiles_of_192_rows_where_they_are_enough() -> None:
     assert rows((16, 16), [3193, 40, 700] * 4) == [192]
     assert rows((32, 8), [1178] * 8) == [128], "a larger part of the last tile lies beyond the prompt"
     assert rows((16, 2), [2100]) == [128], "176 tiles on 132 SMs"
+    kernel: Any = Planner(spec_of((16, 2), 64), H100, scratch(), "cute").long[2]
+    assert kernel.alone.other is None
+    assert kernel.alone.keys(False, None) == [kernel.key(False, None)], "compiled ahead as one of the layer's kernels"
 
 
 def test_batch_invariant_layers_keep_their_kernels() -> None:

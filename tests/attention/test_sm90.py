@@ -20,7 +20,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.cases import FP16, Case, by_id
+from dsl_backend.testing.cases import FP16, FULL, Case, by_id
 from tests.attention.emulated import (
     FP8_CASES,
     QUICK_WIDE,

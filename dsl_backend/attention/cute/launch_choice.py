@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsl_backend.attention.cute.extend import COMBINE_US, LEAST_GAIN, SHORT_QUERIES_LOSS, Tiling, key_bytes
+from dsl_backend.attention.cute.extend import COMBINE_US, SHORT_QUERIES_LOSS, Tiling, key_bytes
 from dsl_backend.attention.cute.sizes import partial_size, section_keys
 from dsl_backend.attention.spec import AttentionSpec, Causality, HostLengths
 from dsl_backend.runtime.target import Target
@@ -24,6 +24,8 @@ WIDE_TILE = 0.86
 WORK_TILE_US = 2.0
 # Of the memory's rate, what decode reaches.
 MEMORY_UTILISATION = 0.88
+# Other launches must be estimated to save as much. An estimate from bounds errs by more.
+LEAST_GAIN = 0.05
 # Whole query tiles of a CTA, of which more are even enough.
 EVEN_TILES = 8
 
@@ -100,11 +102,17 @@ class Estimate:
         if not len(served.keys):
             return 0.0
         ctas, tiles = tiling.num_ctas, key_tiles(self.spec, served, tiling)
-        # The requests of a section share L2; one request may be more than that.
-        iters, largest = int(tiles.sum()) * tiling.head_blocks, float(self.key_bytes(served).max())
-        tile_us = max(self.tile_us(tiling), self.reread_us(served, iters, largest, tiling) * ctas / iters)
+        iters, sections = int(tiles.sum()) * tiling.head_blocks, self.sections(served)
+        # The requests of a section share L2; the last one may be larger than that.
+        largest = float(np.bincount(sections, self.key_bytes(served)).max())
+        loss = SHORT_QUERIES_LOSS if served.has_queries_up_to(self.min_query_len - 1) else 0
+        reread_us = self.reread_us(served, iters, largest, tiling) * (1 + loss)
+        tile_us = max(self.tile_us(tiling), reread_us * ctas / iters)
         each = np.repeat(-np.sort(-tiles), tiling.head_blocks) * tile_us + WORK_TILE_US
-        found = max(float(each[0]), float(each.sum()) / ctas + self.last_section_tiles(served, tiles, tiling) * tile_us)
+        found = max(
+            float(each[0]),
+            float(each.sum()) / ctas + self.last_section_tiles(served, sections, tiles, tiling) * tile_us,
+        )
         if len(each) > ctas:
             second = float(each[ctas])
             if tiling.claims_ahead:
@@ -114,12 +122,15 @@ class Estimate:
             found = max(found, float(each[ctas - 1]) + second)
         return max(found, self.memory_us(served))
 
-    def last_section_tiles(self, served: HostLengths, tiles: np.ndarray, tiling: Tiling) -> float:
+    def sections(self, served: HostLengths) -> np.ndarray:
+        """Of each request, in the order in which requests are processed."""
+        return (np.cumsum(served.keys) - served.keys) // section_keys(self.spec.heads_kv * key_bytes(self.spec))
+
+    def last_section_tiles(self, served: HostLengths, sections: np.ndarray, tiles: np.ndarray, tiling: Tiling) -> float:
         """By how many key tiles some CTAs finish after the mean of all, where requests are processed in sections.
 
         The longest tiles of the last section begin when others are done; half of one remains at the mean.
         """
-        sections = (np.cumsum(served.keys) - served.keys) // section_keys(self.spec.heads_kv * key_bytes(self.spec))
         if sections[-1] == 0:
             return 0.0
         row_tiles = -(-served.queries // tiling.tokens)
