@@ -124,8 +124,14 @@ LONG_CASES = (
 )
 
 
-@pytest.mark.parametrize("index", range(3), ids=("eager", "lazy", "random"))
-@pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [
+        pytest.param(case, index, marks=() if index == number else pytest.mark.full, id=f"{case.id}-{schedule}")
+        for number, case in enumerate(LONG_CASES)
+        for index, schedule in enumerate(("eager", "lazy", "random"))
+    ],
+)
 def test_long_queries(case: Case, index: int) -> None:
     """Tiles of 192 rows, as they are launched: with and without LSE."""
 
