@@ -90,6 +90,8 @@ class Planner:
         split = long[2].split_of(batch, first)
         if split is not None:
             long, first = (*long[:2], split[0]), split[1]
+        elif batch.host_lengths is not None and not batch.host_lengths.has_queries_up_to(limit):
+            first = 0
         parts = [self.part(long, batch, first, batch.max_query_len)]
         if first > 0:
             parts.append(self.part(self.short, batch, 0, first - 1))

@@ -134,6 +134,10 @@ class HostLengths:
     queries: np.ndarray
     keys: np.ndarray
 
+    def has_queries_up_to(self, limit: int) -> bool:
+        """Whether a request has so many queries or fewer, and some."""
+        return bool(((self.queries > 0) & (self.queries <= limit)).any())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:

@@ -24,6 +24,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
+from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
@@ -143,7 +144,7 @@ class DSLMetadata(AttentionMetadata):
         block_table: [requests, pages] int32.
         slot_mapping: [tokens] int64.
         causal: for all requests, or [requests] int32 or bool.
-        host_lengths: of the requests, where the option `launches_by_lengths` asks for them.
+        host_lengths: of the requests of a step with prompts, unless the option `launches_by_lengths` forbids it.
     """
 
     num_actual_tokens: int
@@ -187,6 +188,11 @@ class DSLMetadata(AttentionMetadata):
         return step.plan(spec)
 
 
+def by_lengths(asked: bool | None, target: Target) -> bool:
+    """Whether lengths of requests choose launches: unless the user says so, where that was measured."""
+    return target.kernel_arch == "sm90" if asked is None else asked
+
+
 def host_lengths(common: CommonAttentionMetadata) -> HostLengths | None:
     """The lengths of a step's requests, where vLLM has bounds of them on the host."""
     keys = getattr(common, "seq_lens_cpu_upper_bound", None)
@@ -212,7 +218,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         given = options.of(vllm_config)
         self.planners = Planners(device, given.attention_kernel)
-        self.launches_by_lengths = given.launches_by_lengths
+        self.launches_by_lengths = by_lengths(given.launches_by_lengths, self.planners.target)
         install_hooks(Stage.METADATA_BUILDER, vllm_config)
         # Here, so that no kernel is loaded and no scratch is allocated while a graph is captured.
         layers = vllm_config.compilation_config.static_forward_context

@@ -42,7 +42,7 @@ class Options(BaseModel):
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of the drawn ones; `measured` is
             vLLM's, because none was measured to be faster.
         launches_by_lengths: a step with prompts chooses its launches by the lengths of each request, and not by the
-            longest alone.
+            longest alone; by default on an SM90. It may be switched off, because it costs host time.
         mla_latent_queries: queries of MLA up to this long attend in latent space, longer ones to projected keys.
     """
 
@@ -58,8 +58,8 @@ class Options(BaseModel):
     norms: ServedBy = ServedBy.MEASURED
     rope: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED
-    # Off until it is measured on a GPU.
-    launches_by_lengths: Annotated[bool, Field(strict=True)] = False
+    # On an SM90 prefill has 1.11 times the rate (H200, 37 rows), for 0.1 to 0.2 ms of host time a step with prompts.
+    launches_by_lengths: Annotated[bool | None, Field(strict=True)] = None
     # As FLASH_ATTN_MLA has it. In latent space a key costs a head of DeepSeek's sizes 1088 products instead of 320, but
     # neither the context nor the new tokens are projected up for it, in a dozen launches a layer.
     mla_latent_queries: Annotated[int, Field(strict=True, gt=0)] = 512

@@ -254,7 +254,6 @@ def splitting(planner: Planner, index: int) -> Kernel:
         dequant_stages=2 + index % 2 if spec.is_fp8_kv else 0,
         min_split_tiles=1,
         pair_row_tiles=True,
-        exact_pairs=index % 2 == 1,
     )
     return SplitKV(spec, target, scratch(), config)
 

@@ -42,7 +42,6 @@ def run(case: Case, index: int, groups: int = 1) -> None:
             query_stages=1 + index % 2,
             ping_pong=groups == 2,
             dequant_stages=2 if spec.is_fp8_kv else 0,
-            late_claims=True,
         )
         return Prefill(spec, target, scratch(), config)
 

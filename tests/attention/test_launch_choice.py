@@ -27,6 +27,7 @@ K = 1024
 H100 = replace(
     from_arch("sm_90a"), chip=Chip(sm_count=132, memory_gb_s=3352, clock_mhz=1980, l2_bytes=50 << 20), gpu="H100"
 )
+H200 = replace(H100, chip=Chip(sm_count=132, memory_gb_s=4800, clock_mhz=1980, l2_bytes=50 << 20), gpu="H200")
 
 
 def spec_of(heads: tuple[int, int], dim: int, **facts: Any) -> AttentionSpec:
@@ -38,14 +39,14 @@ def lengths_of(q_lens: Sequence[int], kv_lens: Sequence[int]) -> HostLengths:
     return HostLengths(np.array(q_lens, dtype=np.int32), np.array(kv_lens, dtype=np.int32))
 
 
-def parts(
+def launches(
     spec: AttentionSpec,
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
     target: Target = H100,
     known: bool = True,
-) -> list[tuple[bool, int]]:
-    """(whether keys are split, fewest queries) of each launch of a plan."""
+) -> list[Any]:
+    """The parts of a plan."""
     requests = len(q_lens)
     batch = Batch(
         query_start_loc=torch.zeros(requests + 1, dtype=torch.int32),
@@ -56,8 +57,12 @@ def parts(
         block_table=torch.zeros(requests, 1, dtype=torch.int32),
         host_lengths=lengths_of(q_lens, kv_lens) if known else None,
     )
-    launches: list[Any] = list(Planner(spec, target, scratch(), "cute").plan(batch).parts)
-    return [(one.kernel.split, one.min_seqlen_q) for one in launches]
+    return list(Planner(spec, target, scratch(), "cute").plan(batch).parts)
+
+
+def parts(spec: AttentionSpec, *given: Any, **facts: Any) -> list[tuple[bool, int]]:
+    """(whether keys are split, fewest queries) of each launch of a plan."""
+    return [(one.kernel.split, one.min_seqlen_q) for one in launches(spec, *given, **facts)]
 
 
 # Batches with more query tiles than CTAs, of which one is much longer than the others.
@@ -83,7 +88,7 @@ def test_one_launch_where_no_query_is_short() -> None:
 
 def test_decodes_beside_prompts() -> None:
     """Of few heads they are in the launch that splits keys; of many, memory takes as long for them alone."""
-    assert parts(spec_of((4, 2), 128), *MIXED) == [(True, 0)]
+    assert parts(spec_of((4, 2), 128), *MIXED, H200) == [(True, 0)]
     assert parts(spec_of((32, 8), 128), [1] * 200 + [2 * K], [8 * K] * 200 + [2 * K]) == [(False, 17), (True, 0)]
 
 
@@ -92,8 +97,36 @@ def test_a_batch_without_lengths_is_chosen_by_its_bounds() -> None:
     assert parts(FEW_HEADS, *AROUND_ONE_LONG, known=False) == [(False, 17), (True, 0)]
 
 
-def test_batch_invariant_layers_keep_their_launches() -> None:
-    assert parts(replace(FEW_HEADS, batch_invariant=True), *AROUND_ONE_LONG) == [(False, 17), (True, 0)]
+def test_keys_that_l2_lacks_are_read_again() -> None:
+    """Where keys are split, all requests are in process at a time: memory then takes longer than the products."""
+    spec = spec_of((8, 8), 256)
+    given = [1] * 62 + [2351, 1300, 277], [3 * K] * 62 + [14 * K, 12 * K, 9 * K]
+    assert parts(spec, *given, H200) == [(False, 17), (True, 0)]
+    large = replace(H200, chip=replace(H200.chip, l2_bytes=1 << 40))
+    assert parts(spec, *given, large) == [(True, 0)]
+
+
+def test_query_tiles_of_192_rows_where_they_are_enough() -> None:
+    def rows(heads: tuple[int, int], lens: list[int]) -> list[int]:
+        return [one.kernel.tiling.rows for one in launches(spec_of(heads, 64), lens, lens)]
+
+    assert rows((16, 2), [4209] * 2) == [192]
+    assert rows((16, 16), [3193, 40, 700] * 4) == [192]
+    assert rows((32, 8), [1178] * 8) == [128], "a larger part of the last tile lies beyond the prompt"
+    assert rows((16, 2), [2100]) == [128], "176 tiles on 132 SMs"
+    kernel: Any = Planner(spec_of((16, 2), 64), H100, scratch(), "cute").long[2]
+    assert kernel.alone.other is None
+    assert kernel.alone.keys(False, None) == [kernel.key(False, None)], "compiled ahead as one of the layer's kernels"
+
+
+def test_batch_invariant_layers_keep_their_kernels() -> None:
+    spec = replace(FEW_HEADS, batch_invariant=True)
+    assert parts(spec, *AROUND_ONE_LONG) == [(False, 0)], "without the launch for short queries, which is empty"
+    assert parts(spec, *AROUND_ONE_LONG, known=False) == [(False, 17), (True, 0)]
+    queries, keys = AROUND_ONE_LONG
+    assert parts(spec, [*queries, 1], [*keys, 9]) == [(False, 17), (True, 0)]
+    assert parts(spec, [*queries, 16], [*keys, 16]) == [(False, 17), (True, 0)]
+    assert parts(spec, [*queries, 17, 0], [*keys, 17, 0]) == [(False, 0)]
 
 
 def test_key_tiles_are_those_of_the_mask() -> None:

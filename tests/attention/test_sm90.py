@@ -20,7 +20,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.cases import FP16, Case, by_id
+from dsl_backend.testing.cases import FP16, FULL, Case, by_id
 from tests.attention.emulated import (
     FP8_CASES,
     QUICK_WIDE,
@@ -114,6 +114,36 @@ def test_config_of_long_queries(is_long: bool, monkeypatch: pytest.MonkeyPatch) 
     assert made[0].other is not None
     assert made[0].other.config.groups == 3
     assert [bool(kernel._functions) for kernel in (made[0], made[0].other)] == [not is_long, is_long]
+
+
+LONG = Case(id="causal", q_lens=(200, 3, 230), kv_lens=(333, 90, 230), heads=(2, 1), dim=64, page=32)
+LONG_CASES = (
+    LONG,
+    replace(LONG, id="window-softcap", window=(70, None), softcap=3.0),
+    replace(LONG, id="not-causal", causality=FULL, dim=48),
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "index"),
+    [
+        pytest.param(case, index, marks=() if index == number else pytest.mark.full, id=f"{case.id}-{schedule}")
+        for number, case in enumerate(LONG_CASES)
+        for index, schedule in enumerate(("eager", "lazy", "random"))
+    ],
+)
+def test_long_queries(case: Case, index: int) -> None:
+    """Tiles of 192 rows, as they are launched: with and without LSE."""
+
+    def make(planner: Planner, short: bool) -> Kernel:
+        if short:
+            return SplitKV(planner.spec, planner.target, scratch())
+        config = dense_configs.long_query_config(planner.spec)
+        assert config is not None
+        assert config.tile_m == 192
+        return Prefill(planner.spec, planner.target, scratch(), config)
+
+    emulate(case, "sm_90a", make, index, sms=2, with_lse=index == 0)
 
 
 @pytest.mark.full

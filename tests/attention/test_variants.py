@@ -18,7 +18,7 @@ from dsl_backend.runtime.workspace import Workspace
 
 ARCHS = tuple(arch.name for arch in registry.with_kernels())
 # Around every bound of a typical layer.
-QUERY_LENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 8191, 8192, 8193)
+QUERY_LENS = (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 2047, 2048, 2049)
 
 
 def serves(variant: Variant, query_len: int) -> bool:
@@ -68,7 +68,7 @@ def test_names_say_what_a_kernel_is() -> None:
     ]
     assert names("sm_90a", "head size 64", Operation.PREFILL)[1] == (
         "192x128 ping-pong",
-        "queries of 8192 tokens or more",
+        "queries of 2048 tokens or more",
     )
     few_tiles = "few query tiles behind long keys"
     assert names("sm_90a", "head size 64", Operation.PREFILL)[2] == ("split-KV 128x128 ping-pong", few_tiles)

@@ -16,9 +16,10 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSp
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import validation
-from dsl_backend.vllm_plugin.dense import DSLAttentionImpl, DSLMetadata, DSLMetadataBuilder
+from dsl_backend.vllm_plugin.dense import DSLAttentionImpl, DSLMetadata, DSLMetadataBuilder, by_lengths
 from dsl_backend.vllm_plugin.enum_members import ensure_member
 from tests.vllm_plugin.conftest import Step, cache_pages, make_step
 
@@ -205,7 +206,13 @@ def test_launches_by_lengths(plain_config: VllmConfig, dtype: torch.dtype, guess
     compare(make_impl(), builder, step, *MIXED)
 
 
-def test_lengths_stay_vllms_by_default(plain_config: VllmConfig) -> None:
+def test_lengths_choose_launches_where_that_was_measured() -> None:
+    assert [by_lengths(None, from_arch(arch)) for arch in ("sm_90a", "sm_100a", "sm_80", "cpu")] == [True, *[False] * 3]
+    assert not by_lengths(False, from_arch("sm_90a"))
+    assert by_lengths(True, from_arch("sm_100a"))
+
+
+def test_lengths_stay_vllms_elsewhere(plain_config: VllmConfig) -> None:
     """And where vLLM has none on the host."""
     step = make_step(*MIXED, PAGE)
     assert make_builder(plain_config, torch.bfloat16).build(0, step.common).host_lengths is None

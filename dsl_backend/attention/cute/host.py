@@ -11,7 +11,7 @@ from dsl_backend.attention.cute.args import DenseTensors, MlaTensors
 from dsl_backend.attention.cute.extend import Tiling, shortest_of_split
 from dsl_backend.attention.cute.fake_args import ALIGNMENT
 from dsl_backend.attention.cute.fixed_splits import tiles_per_split
-from dsl_backend.attention.cute.launch_choice import fastest
+from dsl_backend.attention.cute.launch_choice import Estimate, fastest
 from dsl_backend.attention.cute.mla import MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.row_groups import row_group
@@ -309,10 +309,12 @@ class DenseKernel(LayerKernel):
         extend_type: the class of the kernel for few query tiles.
         other: the kernel of the second one; None where one serves all query lengths.
         extend: the kernel for few query tiles; None where keys of long queries are not split.
+        exact_pairs, late_claims: the kernel's, as `TiledKernel` has them.
     """
 
     variants: Variants
     extend_type: "type[DenseKernel]"
+    exact_pairs = late_claims = False
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         # A configuration that was asked for serves all batches.
@@ -339,6 +341,11 @@ class DenseKernel(LayerKernel):
             kernel.prepare(lse, sinks)
 
     @cached_property
+    def alone(self) -> "DenseKernel":
+        """This kernel without the others: it serves batches of `other` too."""
+        return type(self)(self.spec, self.target, self.workspace, self.config)
+
+    @cached_property
     def tiling(self) -> Tiling:
         return Tiling(
             rows=self.tile_m,
@@ -348,17 +355,22 @@ class DenseKernel(LayerKernel):
             columns=self.columns,
             num_ctas=self.num_ctas,
             pairs=getattr(self.config, "pair_row_tiles", False),
-            exact_pairs=getattr(self.config, "exact_pairs", False),
-            claims_ahead=not getattr(self.config, "late_claims", False),
+            exact_pairs=self.exact_pairs,
+            claims_ahead=not self.late_claims,
         )
 
     def split_of(self, batch: Batch, min_seqlen_q: int) -> tuple[Kernel, int] | None:
         if self.extend is None:
             return None
         if batch.host_lengths is not None:
-            tilings = self.tiling, self.extend.tiling
+            whole: DenseKernel = self
+            if self.other is not None and self.is_for_other(batch.max_query_len):
+                # Long queries are not reason enough where larger query tiles leave CTAs idle.
+                estimate = Estimate(self.spec, batch.host_lengths, self.target, min_seqlen_q)
+                whole = min((self.other, self.alone), key=lambda one: estimate.whole_us(one.tiling, min_seqlen_q))
+            tilings = whole.tiling, self.extend.tiling
             chosen = fastest(self.spec, batch.host_lengths, self.target, *tilings, min_seqlen_q)
-            return self.extend if chosen.split else self, chosen.shortest
+            return self.extend if chosen.split else whole, chosen.shortest
         shortest = shortest_of_split(self.spec, batch, self.target, self.tiling, self.extend.tiling, min_seqlen_q)
         return None if shortest is None else (self.extend, shortest)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsl_backend.attention.cute.extend import COMBINE_US, LEAST_GAIN, SHORT_QUERIES_LOSS, Tiling, key_bytes
+from dsl_backend.attention.cute.extend import COMBINE_US, SHORT_QUERIES_LOSS, Tiling, key_bytes
 from dsl_backend.attention.cute.sizes import partial_size, section_keys
 from dsl_backend.attention.spec import AttentionSpec, Causality, HostLengths
 from dsl_backend.runtime.target import Target
@@ -17,10 +17,15 @@ from dsl_backend.runtime.target import Target
 # Of the rates in `extend.py`, what prefill reaches: 1.25, 1.55, 1.90 and 1.95 us a key tile with heads of 64, 96, 128
 # and 256 (H100). Those of tcgen05 have it in them.
 WGMMA_UTILISATION = 0.82
+# Of their time, what tiles of 192 rows take: three warpgroups hide more of each other's softmax. 0.83 to 0.86 where
+# they fill the SMs (H200, heads of 64).
+WIDE_TILE = 0.86
 # Begin and end of a work tile: 1.5 to 4 us.
 WORK_TILE_US = 2.0
 # Of the memory's rate, what decode reaches.
 MEMORY_UTILISATION = 0.88
+# Other launches must be estimated to save as much. An estimate from bounds errs by more.
+LEAST_GAIN = 0.05
 # Whole query tiles of a CTA, of which more are even enough.
 EVEN_TILES = 8
 
@@ -59,25 +64,55 @@ class Estimate:
         return HostLengths(self.lengths.queries[served], self.lengths.keys[served])
 
     def tile_us(self, tiling: Tiling) -> float:
-        return tiling.tile_us(self.spec, self.target) / (1 if self.target.tcgen05 else WGMMA_UTILISATION)
+        found = tiling.tile_us(self.spec, self.target)
+        if self.target.tcgen05:
+            return found
+        return found / WGMMA_UTILISATION * (WIDE_TILE if tiling.rows > 128 else 1)
+
+    @property
+    def bytes_per_us(self) -> float:
+        return MEMORY_UTILISATION * self.target.chips[0].memory_gb_s * 1e3
+
+    def key_bytes(self, lengths: HostLengths) -> np.ndarray:
+        """Of the keys and values that each of these requests sees."""
+        spec, keys = self.spec, lengths.keys
+        seen = keys if spec.window_left is None else np.minimum(keys, lengths.queries + spec.window_left)
+        return seen.astype(np.int64) * (spec.heads_kv * key_bytes(spec))
 
     def memory_us(self, lengths: HostLengths) -> float:
         """In which memory delivers the keys and queries of these requests, and takes their outputs."""
-        spec, keys = self.spec, lengths.keys
-        seen = keys if spec.window_left is None else np.minimum(keys, lengths.queries + spec.window_left)
+        spec = self.spec
         query_bytes = spec.heads_q * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
-        total = int(seen.sum()) * spec.heads_kv * key_bytes(spec) + int(lengths.queries.sum()) * query_bytes
-        return total / (MEMORY_UTILISATION * self.target.chips[0].memory_gb_s * 1e3)
+        return float(self.key_bytes(lengths).sum() + int(lengths.queries.sum()) * query_bytes) / self.bytes_per_us
+
+    def reread_us(self, lengths: HostLengths, iters: int, in_process: float, tiling: Tiling) -> float:
+        """In which memory delivers all key tiles that CTAs read, but for what L2 holds of the keys that it has read.
+
+        Args:
+            iters: key tiles of all work tiles. in_process: bytes of keys that work tiles of one time may read.
+        """
+        first = float(self.key_bytes(lengths).sum())
+        again = max(iters * tiling.keys * key_bytes(self.spec) - first, 0.0)
+        missed = max(1 - self.target.chips[0].l2_bytes / in_process, 0.0)
+        return (first + missed * again) / self.bytes_per_us
 
     def whole_us(self, tiling: Tiling, shortest: int) -> float:
         """Whole query tiles, the longest first."""
         served = self.part(shortest)
         if not len(served.keys):
             return 0.0
-        tile_us, ctas = self.tile_us(tiling), tiling.num_ctas
-        tiles = key_tiles(self.spec, served, tiling)
+        ctas, tiles = tiling.num_ctas, key_tiles(self.spec, served, tiling)
+        iters, sections = int(tiles.sum()) * tiling.head_blocks, self.sections(served)
+        # The requests of a section share L2; the last one may be larger than that.
+        largest = float(np.bincount(sections, self.key_bytes(served)).max())
+        loss = SHORT_QUERIES_LOSS if served.has_queries_up_to(self.min_query_len - 1) else 0
+        reread_us = self.reread_us(served, iters, largest, tiling) * (1 + loss)
+        tile_us = max(self.tile_us(tiling), reread_us * ctas / iters)
         each = np.repeat(-np.sort(-tiles), tiling.head_blocks) * tile_us + WORK_TILE_US
-        found = max(float(each[0]), float(each.sum()) / ctas + self.last_section_us(served, tiles, tiling))
+        found = max(
+            float(each[0]),
+            float(each.sum()) / ctas + self.last_section_tiles(served, sections, tiles, tiling) * tile_us,
+        )
         if len(each) > ctas:
             second = float(each[ctas])
             if tiling.claims_ahead:
@@ -87,16 +122,19 @@ class Estimate:
             found = max(found, float(each[ctas - 1]) + second)
         return max(found, self.memory_us(served))
 
-    def last_section_us(self, served: HostLengths, tiles: np.ndarray, tiling: Tiling) -> float:
-        """By which some CTAs finish after the mean of all, where requests are processed in sections.
+    def sections(self, served: HostLengths) -> np.ndarray:
+        """Of each request, in the order in which requests are processed."""
+        return (np.cumsum(served.keys) - served.keys) // section_keys(self.spec.heads_kv * key_bytes(self.spec))
+
+    def last_section_tiles(self, served: HostLengths, sections: np.ndarray, tiles: np.ndarray, tiling: Tiling) -> float:
+        """By how many key tiles some CTAs finish after the mean of all, where requests are processed in sections.
 
         The longest tiles of the last section begin when others are done; half of one remains at the mean.
         """
-        sections = (np.cumsum(served.keys) - served.keys) // section_keys(self.spec.heads_kv * key_bytes(self.spec))
         if sections[-1] == 0:
             return 0.0
         row_tiles = -(-served.queries // tiling.tokens)
-        return float(tiles[np.repeat(sections == sections[-1], row_tiles)].max()) * self.tile_us(tiling) / 2
+        return float(tiles[np.repeat(sections == sections[-1], row_tiles)].max()) / 2
 
     def split_us(self, tiling: Tiling, shortest: int) -> float:
         """Even shares of all key tiles, and combining partial results."""
@@ -113,6 +151,8 @@ class Estimate:
         else:
             iters = (row_tiles * request_tiles(self.spec, served, tiling)).sum()
         iters = int(iters) * tiling.head_blocks
+        # All requests are in process at a time.
+        reread_us = self.reread_us(served, iters, float(self.key_bytes(served).sum()), tiling)
         if request_tiles(self.spec, served, tiling).min() * tiling.num_ctas < iters:
             # The fixed cost of a work tile counts as one more.
             iters += int(row_tiles.sum()) * tiling.head_blocks
@@ -120,7 +160,7 @@ class Estimate:
         partial_bytes = 4 * 2 * tiling.num_ctas * partial_size(tiling.rows, tiling.columns)
         combine_us = COMBINE_US + partial_bytes / (self.target.chips[0].memory_gb_s * 1e3)
         memory_us = self.memory_us(served) * (1 + SHORT_QUERIES_LOSS)
-        return max(share * self.tile_us(tiling) + WORK_TILE_US, memory_us) + combine_us
+        return max(share * self.tile_us(tiling) + WORK_TILE_US, memory_us, reread_us) + combine_us
 
     def short_us(self) -> float:
         """The launch for short queries, with its combine: also where a batch has none."""
@@ -164,7 +204,7 @@ def fastest(
     estimate = Estimate(spec, lengths, target, min_query_len)
     long = lengths.queries >= min_query_len
     # Where no query is short, without a launch for these.
-    shortest = min_query_len if ((lengths.queries > 0) & ~long).any() else 0
+    shortest = min_query_len if lengths.has_queries_up_to(min_query_len - 1) else 0
     short_us = estimate.short_us() if shortest else 0.0
     usual = LaunchChoice(False, shortest, estimate.whole_us(whole, min_query_len) + short_us)
     if int((-(-lengths.queries[long] // whole.tokens)).sum()) * whole.head_blocks > EVEN_TILES * whole.num_ctas:

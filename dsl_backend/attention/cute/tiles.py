@@ -123,11 +123,14 @@ class TiledKernel:
         box: keys of one TMA box.
         pair_row_tiles: split-KV schedules the row tiles of causal prompts in pairs.
         exact_pairs: a row tile that has no partner does not count as a pair.
+        late_claims: a CTA claims its next query tile when it has nearly loaded the one that it processes, and not when
+            it begins it: a long one would keep the next from CTAs that are free earlier.
     """
 
     most_boxes = 1
     pair_row_tiles = False
     exact_pairs = False
+    late_claims = False
 
     def __init__(self, key: Any, config: Any) -> None:
         self.key, self.config = key, config

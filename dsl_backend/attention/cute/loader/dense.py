@@ -70,7 +70,7 @@ class LoadWarp:
         self.page, self.box, self.tile_n = kernel.key.page_size, kernel.box, kernel.tile_n
         self.boxes = self.own_boxes = self.tile_n // self.box
         self.first_box = 0
-        self.late_claims = kernel.key.dynamic_scheduler and getattr(kernel.config, "late_claims", False)
+        self.late_claims = kernel.key.dynamic_scheduler and kernel.late_claims
         self.copy_options: dict[str, Any] = {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests

@@ -49,9 +49,6 @@ class DenseConfig:
             split output tile, the splits that one CTA has from the last one on are folded too.
         early_dependents: the combine kernel lets the next kernel start before it ends.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
-        exact_pairs: of an odd number of row tiles the one in the middle does not count as a pair.
-        late_claims: a CTA claims its next query tile when it has nearly loaded the one that it processes, and not when
-            it begins it: a long one would keep the next from CTAs that are free earlier.
     """
 
     groups: int
@@ -67,8 +64,6 @@ class DenseConfig:
     fold_few_rows: bool = False
     pair_row_tiles: bool = False
     early_dependents: bool = False
-    exact_pairs: bool = False
-    late_claims: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -179,14 +174,16 @@ def default_config(spec: AttentionSpec) -> DenseConfig:
 
 
 # A batch with a query of this many tokens gets `long_query_config`.
-LONG_QUERY = 8192
+LONG_QUERY = 2048
 
 
 def long_query_config(spec: AttentionSpec) -> DenseConfig | None:
     """The default for batches with a query of LONG_QUERY tokens or more; None if `default_config` is as good.
 
-    Three warpgroups have 192 rows. With heads of 64 they are 5 % faster for prompts of 16k, as fast for 4k, and 13 %
-    slower for 1k, where a larger part of the last tile lies beyond the prompt. A batch-invariant layer has one kernel.
+    Three warpgroups have 192 rows. With heads of 64 they take 6 to 17 % less time where the longest prompt has 4k to
+    6.5k tokens, 2 % less with 2130, and 3 % more with 1178, where a larger part of the last tile lies beyond the prompt
+    (H200). With heads of 96 they take up to 1.6 times as long. fp8 keys leave them no registers: three warpgroups of
+    160 and the one that converts keys are too many. A batch-invariant layer has one kernel.
     """
     if spec.is_fp8_kv or spec.batch_invariant or max(spec.head_dim, spec.head_dim_v) > 64:
         return None

@@ -22,6 +22,8 @@ class Dense(DenseKernel):
 
     build = staticmethod(build)
     key_type = DenseKey
+    exact_pairs = DenseForward.exact_pairs
+    late_claims = DenseForward.late_claims
 
 
 class SplitKV(Dense):

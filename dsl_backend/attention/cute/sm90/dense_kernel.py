@@ -53,12 +53,14 @@ class DenseKey(LayerKey):
 class DenseForward(TiledKernel):
     """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
 
+    exact_pairs = True
+    late_claims = True
+
     def __init__(self, key: DenseKey):
         self.most_boxes = MAX_Q_BOXES if key.split else 1
         super().__init__(key, key.config)
         self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
         self.pair_row_tiles = key.config.pair_row_tiles
-        self.exact_pairs = key.config.exact_pairs
 
     @cute.jit
     def __call__(

@@ -39,7 +39,9 @@ class Fp8Key(LayerKey):
 
 
 class Fp8Forward(DenseForward):
-    """As DenseForward, without split-KV; keys and values are e4m3."""
+    """As DenseForward, without split-KV; keys and values are e4m3. Late claims of it are not timed."""
+
+    late_claims = False
 
     def __init__(self, key: Fp8Key):
         TiledKernel.__init__(self, key, key.config)
