@@ -170,11 +170,12 @@ def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parame
     """Results of the CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
     from dsl_backend.sampling.cute import host
+    from dsl_backend.sampling.cute.args import SampleArgs
 
     out = unwritten(case.spec, len(x), x.device)
     function = host.build(host.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
     results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
-    function(*host.SampleArgs(logits=host.with_expected_strides(x), **vars(parameters), **results).tensors)
+    function(*SampleArgs(logits=host.with_expected_strides(x), **vars(parameters), **results).tensors)
     return out
 
 
