@@ -11,6 +11,7 @@ from dsl_backend.errors import Unsupported
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, reference
 from dsl_backend.sampling.configs import ClusterConfig
+from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec, buffers
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -170,13 +171,17 @@ def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parame
     """Results of the CuTe DSL kernel of the case's config."""
     # Imported here: the rest of this module serves machines without the CuTe DSL.
     from dsl_backend.sampling.cute import host
-    from dsl_backend.sampling.cute.args import SampleArgs
 
     out = unwritten(case.spec, len(x), x.device)
     function = host.build(host.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
-    results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
-    function(*SampleArgs(logits=host.with_expected_strides(x), **vars(parameters), **results).tensors)
+    function(*args_of(host.with_expected_strides(x), parameters, out).tensors)
     return out
+
+
+def args_of(x: torch.Tensor, parameters: Parameters, out: Sampled) -> SampleArgs:
+    """What a launch with all parameters takes."""
+    results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
+    return SampleArgs(logits=x, **vars(parameters), **results)
 
 
 def row(

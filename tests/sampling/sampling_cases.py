@@ -6,8 +6,7 @@ import torch
 import emulator
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.sampling.cute import host
-from dsl_backend.sampling.cute.args import SampleArgs
-from dsl_backend.testing.sampling import SamplingCase, assert_defined, tensors, unwritten
+from dsl_backend.testing.sampling import SamplingCase, args_of, assert_defined, tensors, unwritten
 
 
 def emulate(case: SamplingCase, arch: str, schedule: str, seed: int = 0) -> None:
@@ -19,7 +18,6 @@ def emulate(case: SamplingCase, arch: str, schedule: str, seed: int = 0) -> None
     out = unwritten(case.spec, len(x), x.device)
     with emulator.device(arch=arch, sms=4, schedule=schedule, seed=seed, strict=True):
         function = host.build(host.key_of(case.spec, case.config, case.k_dtype), target)
-        results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
-        function(*SampleArgs(logits=x, **vars(parameters), **results).tensors)
+        function(*args_of(x, parameters, out).tensors)
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
     assert_defined(case, x, parameters, out)
