@@ -113,14 +113,16 @@ def test_batch_invariance(kernel: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "wanted"),
-    [("sm_70", "needs compute capability 7.5"), ("sm_75", "bfloat16 needs compute capability 8.0"), ("sm_90a", "")],
+    ("arch", "objection"),
+    [("sm_70", "needs compute capability 7.5"), ("sm_75", "bfloat16 needs compute capability 8.0")],
 )
-def test_what_dispatch_says_of_a_target(arch: str, wanted: str) -> None:
+def test_what_dispatch_says_of_a_target(arch: str, objection: str) -> None:
     spec = ScaledLinearSpec(n=64, k=128, x=ROW_SCALED, weight=ROW_SCALED)
-    target = targets.from_arch(arch)
-    if wanted:
-        with pytest.raises(Unsupported, match=wanted):
-            dispatch.choose(spec, target)
-    else:
-        assert dispatch.choose(spec, target).name == "triton"
+    with pytest.raises(Unsupported, match=objection):
+        dispatch.choose(spec, targets.from_arch(arch))
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_80", "triton"), ("sm_90a", "cute-sm90"), ("sm_100a", "triton")])
+def test_which_kernel_dispatch_chooses(arch: str, kernel: str) -> None:
+    spec = ScaledLinearSpec(n=64, k=128, x=ROW_SCALED, weight=ROW_SCALED)
+    assert dispatch.choose(spec, targets.from_arch(arch)).name == kernel
