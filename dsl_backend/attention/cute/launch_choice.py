@@ -151,8 +151,8 @@ class Estimate:
         else:
             iters = (row_tiles * request_tiles(self.spec, served, tiling)).sum()
         iters = int(iters) * tiling.head_blocks
-        # All requests are in process at a time. Keys that one row tile reads are not read again, and take their share of
-        # L2 from those that are.
+        # All requests are in process at a time. Keys that one row tile reads are not read again, and take their share
+        # of L2 from those that are.
         read, each = iters * tiling.keys * key_bytes(self.spec), self.key_bytes(served)
         once, again = float(each[row_tiles == 1].sum()), float(each[row_tiles > 1].sum())
         in_process = max(again, 1.0) * read / max(read - once, 1.0)
