@@ -171,7 +171,6 @@ class Examination:
         outputs = self.all_outputs(memory.thing)
         for out in itertools.chain(*outputs):
             out.fill_(POISONS[out.dtype.is_floating_point][call.poison])
-        synchronize(self.device)
         before = memory.snapshot()
         process.ask("run", layers=list(call.layers))
         after = memory.snapshot()
@@ -207,11 +206,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def case_payload(problem: Any, memory: Shared) -> bytes:
     """What `child.Candidate.case` opens: the problem and its inputs."""
     return pickle.dumps((problem, memory.payload))
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def failures(results: Sequence[Result]) -> list[Result]:

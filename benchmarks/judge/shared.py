@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..timing import synchronize
+
 # Bytes before and after each storage; a multiple of every alignment that a kernel may assume.
 GUARD = 4096
 GUARD_BYTE = 0xA5
@@ -92,8 +94,8 @@ class Shared:
         this one, writes afterwards.
         """
         copies = [whole.clone() for whole in self.memory]
-        for device in {whole.device for whole in copies if whole.is_cuda}:
-            torch.cuda.synchronize(device)
+        for device in {whole.device for whole in copies}:
+            synchronize(device)
         return copies
 
     def at(self, snapshot: Sequence[torch.Tensor]) -> Any:

@@ -19,7 +19,7 @@ import torch
 from .. import check, timing
 from ..case import Case
 from . import shared
-from .checks import case_payload, synchronize
+from .checks import case_payload
 from .process import Process
 from .registry import Judged
 
@@ -95,7 +95,7 @@ class Row:
         fresh = self.build()
         memory.refill(self.judged.hidden(fresh))
         self.operator.poison(memory.thing)
-        synchronize(self.device)
+        timing.synchronize(self.device)
         costs = [asked(process, empty=True) for _ in range(3)]
         seconds = asked(process, empty=False)
         for layer in self.draw.sample(range(self.layers), min(2, self.layers)):

@@ -25,7 +25,7 @@ SHARED = 4  # values that share a reciprocal
 class ScalarArithmetic:
     """One value for each instruction, for any SM.
 
-    Attributes:
+    Args:
         apart: values share no reciprocals. Those of a thread belong to two rows or more, and sharing changes last bits.
     """
 

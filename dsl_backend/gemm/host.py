@@ -30,7 +30,7 @@ def key_of(spec: GemmSpec, config: Config) -> GemmKey[Config]:
         bias=spec.bias,
         residual=spec.residual,
         config=config,
-        apart=spec.batch_invariant and spec.activation is not None,
+        apart=spec.apart,
     )
 
 

@@ -32,7 +32,7 @@ def key_of(spec: ScaledGemmSpec, config: Config, column_major: bool) -> ScaledKe
         bias=spec.bias,
         residual=False,
         config=config,
-        apart=spec.batch_invariant and spec.activation is not None,
+        apart=spec.apart,
         x=spec.x,
         weight=spec.weight,
         out=spec.out,

@@ -117,6 +117,11 @@ class GemmSpec:
     def weight_rows(self) -> int:
         return self.n * self.parts
 
+    @property
+    def apart(self) -> bool:
+        """Whether values of the activation share no arithmetic; see `key.GemmKey`."""
+        return self.batch_invariant and self.activation is not None
+
     def __str__(self) -> str:
         name = "product" if self.activation is None else str(self.activation)
         facts = (("bias", self.bias), ("residual", self.residual), ("batch invariance", self.batch_invariant))

@@ -88,6 +88,7 @@ def test_one_launch_where_no_query_is_short() -> None:
 
 def test_decodes_beside_prompts() -> None:
     """Of few heads they are in the launch that splits keys; of many, memory takes as long for them alone."""
+    assert parts(spec_of((4, 2), 128), *MIXED) == [(True, 0)]
     assert parts(spec_of((4, 2), 128), *MIXED, H200) == [(True, 0)]
     assert parts(spec_of((32, 8), 128), [1] * 200 + [2 * K], [8 * K] * 200 + [2 * K]) == [(False, 17), (True, 0)]
 

@@ -85,13 +85,13 @@ class Estimate:
         query_bytes = spec.heads_q * (spec.head_dim + spec.head_dim_v) * spec.dtype.itemsize
         return float(self.key_bytes(lengths).sum() + int(lengths.queries.sum()) * query_bytes) / self.bytes_per_us
 
-    def reread_us(self, lengths: HostLengths, iters: int, in_process: float, tiling: Tiling) -> float:
+    def reread_us(self, first: float, iters: int, in_process: float, tiling: Tiling) -> float:
         """In which memory delivers all key tiles that CTAs read, but for what L2 holds of the keys that it has read.
 
         Args:
-            iters: key tiles of all work tiles. in_process: bytes of keys that work tiles of one time may read.
+            first: bytes of keys, each read once. iters: key tiles of all work tiles. in_process: bytes of keys that
+                work tiles of one time may read.
         """
-        first = float(self.key_bytes(lengths).sum())
         again = max(iters * tiling.keys * key_bytes(self.spec) - first, 0.0)
         missed = max(1 - self.target.chips[0].l2_bytes / in_process, 0.0)
         return (first + missed * again) / self.bytes_per_us
@@ -104,9 +104,10 @@ class Estimate:
         ctas, tiles = tiling.num_ctas, key_tiles(self.spec, served, tiling)
         iters, sections = int(tiles.sum()) * tiling.head_blocks, self.sections(served)
         # The requests of a section share L2; the last one may be larger than that.
-        largest = float(np.bincount(sections, self.key_bytes(served)).max())
+        of_requests = self.key_bytes(served)
+        largest = float(np.bincount(sections, of_requests).max())
         loss = SHORT_QUERIES_LOSS if served.has_queries_up_to(self.min_query_len - 1) else 0
-        reread_us = self.reread_us(served, iters, largest, tiling) * (1 + loss)
+        reread_us = self.reread_us(float(of_requests.sum()), iters, largest, tiling) * (1 + loss)
         tile_us = max(self.tile_us(tiling), reread_us * ctas / iters)
         each = np.repeat(-np.sort(-tiles), tiling.head_blocks) * tile_us + WORK_TILE_US
         found = max(
@@ -153,10 +154,10 @@ class Estimate:
         iters = int(iters) * tiling.head_blocks
         # All requests are in process at a time. Keys that one row tile reads are not read again, and take their share
         # of L2 from those that are.
-        read, each = iters * tiling.keys * key_bytes(self.spec), self.key_bytes(served)
-        once, again = float(each[row_tiles == 1].sum()), float(each[row_tiles > 1].sum())
+        read, of_requests = iters * tiling.keys * key_bytes(self.spec), self.key_bytes(served)
+        once, again = float(of_requests[row_tiles == 1].sum()), float(of_requests[row_tiles > 1].sum())
         in_process = max(again, 1.0) * read / max(read - once, 1.0)
-        reread_us = self.reread_us(served, iters, in_process, tiling)
+        reread_us = self.reread_us(once + again, iters, in_process, tiling)
         if request_tiles(self.spec, served, tiling).min() * tiling.num_ctas < iters:
             # The fixed cost of a work tile counts as one more.
             iters += int(row_tiles.sum()) * tiling.head_blocks
