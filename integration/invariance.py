@@ -76,7 +76,13 @@ def sizes() -> Sizes:
 
 def model(name: str) -> Model:
     """A model with room for the prompt."""
-    return MODELS[name].changed(max_position_embeddings=sizes().whole)
+    whole = sizes().whole
+    more: dict[str, Any] = {"max_position_embeddings": whole}
+    rope = MODELS[name].config.get("rope_parameters")
+    if isinstance(rope, dict) and "original_max_position_embeddings" in rope:
+        # vLLM 0.26 takes the room from these two, and not from the line above.
+        more["rope_parameters"] = rope | {"factor": whole / rope["original_max_position_embeddings"]}
+    return MODELS[name].changed(**more)
 
 
 def situations() -> list[Situation]:

@@ -20,6 +20,7 @@ from vllm import _custom_ops
 from vllm import envs as vllm_envs
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.model_executor.kernels.linear.scaled_mm import cpu as cpu_kernels
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import FP8BlockParams
 from vllm.model_executor.layers.activation import MulAndSilu, SiluAndMul
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -222,6 +223,16 @@ def test_shapes(caplog: Any, scheme: str, shape: tuple[int, ...]) -> None:
     assert (out.shape, out.dtype) == ((*shape, K), BF16)
     if 0 not in shape:
         assert error(out, exact_of(mlp, x_of(*shape))) < 0.1
+
+
+def test_parameters_of_vllm_0_26(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have scales of blocks under two names, and no attribute that says which of them it is."""
+    mlp = MLP("blocks")
+    said(caplog, model_of(mlp))
+    processed(mlp)
+    for name in ("block_scale", "block_scale_attr"):
+        monkeypatch.delattr(FP8BlockParams, name, raising=False)
+    assert error(mlp(x_of(3)), exact_of(mlp, x_of(3))) < 0.1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -160,7 +160,10 @@ class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
 
     def weight_of(self, layer: nn.Module) -> Quantized:
         params = self._get_layer_params(layer)
-        return Quantized(params.weight, params.block_scale, self.weight_kind)
+        # `Fp8LinearMethod` names the scales weight_scale_inv, compressed-tensors weight_scale. vLLM 0.26 has no
+        # `params.block_scale`, which tells them apart.
+        scale = params.weight_scale if params.weight_scale_inv is None else params.weight_scale_inv
+        return Quantized(params.weight, scale, self.weight_kind)
 
     def operands(self, rows: torch.Tensor) -> Rows:
         return Rows(*self.quant_fp8(rows, None, None))
