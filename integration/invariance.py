@@ -210,7 +210,6 @@ def splits_follow_the_batch() -> None:
 
     On a GPU the ordinary kernels serve instead of the batch-invariant ones.
     """
-    from dataclasses import replace
 
     from dsl_backend.attention import plan, reference
 
@@ -260,8 +259,7 @@ def main() -> int:
                 keys.append((name, situation))
                 patches = (f"{module_bits.__name__}:{module_bits.record.__name__}",) if options.modules else ()
                 one = job(path, situation, patches, engine=engine, backend=options.backend)
-                file = folder / f"{len(jobs)}.pt"
-                jobs.append(replace(one, environment={module_bits.FILE_VARIABLE: str(file)}))
+                jobs.append(module_bits.recorded(one, folder / f"{len(jobs)}.pt"))
         outcomes = run(jobs)
         failed = sum(
             not reported(name, situations_of, options.modules)

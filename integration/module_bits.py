@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of a model's modules is the first whose output for a token has other bits in another situation.
 
-`record` is a patch for `offline.Job`; `first_difference` compares what two engines recorded.
+`record` is a patch for a job of `recorded`; `first_difference` compares what two engines recorded.
 """
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from integration.offline import Job
+
 FILE_VARIABLE = "DSL_INTEGRATION_MODULE_BITS"
+PROMPT_SUFFIX = ".prompt.json"
 # Each column has a factor of its own, so that swapped elements have another sum. Sums wrap around.
 FACTOR = 6_364_136_223_846_793_005
 
 
-def record() -> None:
-    """Keeps a hash of each module's output for the tokens of the first request of a step, by position.
+def recorded(job: Job, file: Path) -> Job:
+    """The job, with what its first request's prompt leaves in each module kept in a file."""
+    file.with_suffix(PROMPT_SUFFIX).write_text(json.dumps(job.prompts[0]))
+    return replace(job, environment=dict(job.environment) | {FILE_VARIABLE: str(file)})
 
-    It writes them to the file that FILE_VARIABLE names. The engine must be eager. Steps are recorded in which that
-    request is still in its prompt, or alone.
+
+def record() -> None:
+    """Keeps a hash of each module's output for the tokens of the first request, by position.
+
+    It writes them to the file of `recorded`. The engine must be eager. Steps are recorded in which that request is
+    still in its prompt, or alone.
     """
     from vllm.model_executor.model_loader import base_loader
 
@@ -39,7 +50,8 @@ class Recorder:
 
     def __init__(self, model: torch.nn.Module, file: Path):
         self.file, self.bits = file, dict[str, dict[int, int]]()
-        self.positions: list[int] = []
+        self.prompt: list[int] = json.loads(file.with_suffix(PROMPT_SUFFIX).read_text())
+        self.first_row, self.positions = 0, list[int]()
         model.register_forward_pre_hook(self.begin, with_kwargs=True)
         for name, module in model.named_modules():
             if name:
@@ -47,21 +59,24 @@ class Recorder:
         model.register_forward_hook(self.end)
 
     def begin(self, module: torch.nn.Module, args: Any, named: dict[str, Any]) -> None:
-        """The positions of the step's first request: the rows from the first one on whose positions are adjacent."""
+        """Finds the rows of the step that are the request's."""
         from vllm.forward_context import get_forward_context
 
         # vLLM runs the model without a batch too, to see how much memory it takes.
-        real = get_forward_context().attn_metadata
-        positions = named["positions"] if "positions" in named else args[1]
-        given = positions.tolist() if real else []
-        self.positions = given[: adjacent(given)]
+        self.first_row, self.positions = 0, []
+        if get_forward_context().attn_metadata:
+            ids, positions = (
+                named[key] if key in named else args[i] for i, key in enumerate(("input_ids", "positions"))
+            )
+            self.first_row, self.positions = rows_of(ids.tolist(), positions.tolist(), self.prompt)
 
     def hook(self, name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def keep(module: torch.nn.Module, args: Any, output: Any) -> None:
             rows = output[0] if isinstance(output, tuple) else output
-            if not self.positions or not isinstance(rows, torch.Tensor) or rows.shape[0] < len(self.positions):
+            end = self.first_row + len(self.positions)
+            if not self.positions or not isinstance(rows, torch.Tensor) or rows.shape[0] < end:
                 return
-            mine = hashes(rows[: len(self.positions)])
+            mine = hashes(rows[self.first_row : end])
             kept = self.bits.setdefault(name, {})
             for position, value in zip(self.positions, mine.tolist(), strict=True):
                 kept.setdefault(position, value)
@@ -73,12 +88,29 @@ class Recorder:
             torch.save(self.bits, self.file)
 
 
-def adjacent(positions: Sequence[int]) -> int:
-    """How many positions from the first one on are adjacent."""
-    for index in range(1, len(positions)):
-        if positions[index] != positions[index - 1] + 1:
-            return index
-    return len(positions)
+def rows_of(ids: Sequence[int], positions: Sequence[int], prompt: Sequence[int]) -> tuple[int, list[int]]:
+    """(row, positions): where the request with this prompt is in a step, from which row on; no positions if nowhere.
+
+    A step has rows of adjacent positions for each request, in an order that differs from version to version. One row
+    of the prompt may be another request's by chance, unless the request is alone.
+    """
+    runs = list(adjacent(positions))
+    for begin, end in runs:
+        mine = begin
+        while mine < end and (positions[mine] >= len(prompt) or ids[mine] == prompt[positions[mine]]):
+            mine += 1
+        if (mine > begin + 1 and positions[begin] < len(prompt)) or (mine == end and len(runs) == 1):
+            return begin, list(positions[begin:mine])
+    return 0, []
+
+
+def adjacent(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of rows whose positions are adjacent."""
+    begin = 0
+    for index in range(1, len(positions) + 1):
+        if index == len(positions) or positions[index] != positions[index - 1] + 1:
+            yield begin, index
+            begin = index
 
 
 def hashes(rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch-invariant mode as it is served: the same bits in every situation, and mistakes that must be seen."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ def results(
         if "setting" not in chosen:
             for situation in situations()[:2]:
                 one = invariance.job(folder, situation, [MISTAKE, RECORD])
-                file = str(tmp_path_factory.mktemp("modules") / "bits.pt")
-                jobs[name, "mistake", situation.id] = replace(one, environment={module_bits.FILE_VARIABLE: file})
+                file = tmp_path_factory.mktemp("modules") / "bits.pt"
+                jobs[name, "mistake", situation.id] = module_bits.recorded(one, file)
             continue
         setting = chosen["setting"]
         for situation in (ALONE, chosen["situation"]):
@@ -99,6 +99,20 @@ def test_other_tokens_are_not_compared() -> None:
     assert module_bits.first_difference(others, alone) == f"no module: what differs comes behind them{until}"
     others["norm"][0] = 8
     assert module_bits.first_difference(others, alone) == f"norm: 1 tokens, the first at position 0{until}"
+
+
+def test_the_requests_rows_are_found_in_any_order() -> None:
+    prompt = [5, 6, 7, 8]
+    # Another request's prompt, one's answer, then a chunk of this one's from position 1 on.
+    assert module_bits.rows_of([9, 6, 5, 6, 7], [0, 1, 40, 1, 2], prompt) == (3, [1, 2])
+    assert module_bits.rows_of([5, 6, 7, 8, 1], [0, 1, 2, 3, 7], prompt) == (0, [0, 1, 2, 3])
+    # Behind the prompt, or with one row of it, it can be told from others only alone.
+    assert module_bits.rows_of([1], [4], prompt) == (0, [4])
+    assert module_bits.rows_of([1, 1], [4, 9], prompt) == (0, [])
+    assert module_bits.rows_of([8, 1], [3, 9], prompt) == (0, [])
+    # Rows of the next request that are adjacent by chance are not taken.
+    assert module_bits.rows_of([5, 6, 9, 9], [0, 1, 2, 3], prompt) == (0, [0, 1])
+    assert module_bits.rows_of([], [], prompt) == (0, [])
 
 
 def test_hashes_see_bits() -> None:
