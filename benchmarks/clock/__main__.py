@@ -76,7 +76,8 @@ def simulated(
 
 def kept_name(row: Measured, ours: bool | None) -> str:
     beside = "-dsl" if ours and row.operator in RUNS else ""
-    return f"{row.operator}-{row.row}{beside}.pickle"
+    arch = f"-{CHIPS[row.chip].arch}" if row.operator in RUNS else ""
+    return f"{row.operator}-{row.row}{arch}{beside}.pickle"
 
 
 def light(one: Recorded) -> Recorded:
@@ -162,9 +163,7 @@ def spread(errors: Sequence[tuple[float, float]], which: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clock", description=__doc__)
-    parser.add_argument(
-        "--chip", default="H200", choices=sorted({row.chip for row in ROWS}), help="that took the times"
-    )
+    parser.add_argument("--chip", default="H200", choices=("B200", "H100", "H200"), help="that took the times")
     parser.add_argument("--rows", default="", metavar="REGEX", help="which rows, by operator and name (default: all)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for what the warps did")
     parser.add_argument("--kept", action="store_true", help="only the rows that are in the folder of --keep")
