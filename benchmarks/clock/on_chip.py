@@ -45,25 +45,26 @@ def chip_of(device: str) -> str:
     return found[0]
 
 
-def timed(operator: str, row: str, seconds: float) -> dict[str, Any]:
-    """A row's time on torch's GPU."""
-    device = torch.device("cuda")
+def timed(operator: str, row: str, seconds: float, device: torch.device) -> dict[str, Any]:
+    """A row's time on a device."""
     with device:
-        before = torch.cuda.memory_allocated()
+        before = allocated(device)
         runs: list[Run] = [RUNS[operator](row)]
-        traffic = torch.cuda.memory_allocated() - before
-        layers = timing.layers_needed(traffic, timing.l2_bytes(device))
+        layers = timing.layers_needed(allocated(device) - before, timing.l2_bytes(device))
         runs += [RUNS[operator](row) for _ in range(layers - 1)]
         for run in runs:
             run()
-        torch.cuda.synchronize()
+        timing.synchronize(device)
         with timing.alone():
             samples = sampled(timing.make_timer(Launch(lambda index: runs[index]()), layers, device), seconds)
     found = timing.summarize(samples)
-    chip = chip_of(torch.cuda.get_device_name())
     times = {"us": found.median_us, "p10_us": found.p10_us, "p90_us": found.p90_us}
     rounded = {name: round(us, 2) for name, us in times.items()}
-    return {"chip": chip, "operator": operator, "row": row, **rounded, "layers": layers, "samples": found.samples}
+    return {"operator": operator, "row": row, **rounded, "layers": layers, "samples": found.samples}
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def sampled(timer: timing.Timer, seconds: float) -> list[float]:
@@ -140,7 +141,9 @@ def main() -> None:
     # Outputs are not filled first: that would be timed too.
     torch.use_deterministic_algorithms(False)
     if options.one:
-        print(json.dumps(timed(*options.one.split(" "), options.seconds)))
+        operator, row = options.one.split(" ")
+        found = timed(operator, row, options.seconds, torch.device("cuda"))
+        print(json.dumps({"chip": chip_of(torch.cuda.get_device_name()), **found}))
         return
     rows = [
         (operator, row)
