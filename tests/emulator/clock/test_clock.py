@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from ptx_kernels import text
 
-from emulator.clock import grid, report, timeline
+from emulator.clock import grid, picture, report, timeline
 from emulator.clock.chips import CHIPS, chip_of
 from emulator.clock.machine import ClockMachine, time_of
-from emulator.errors import Unsupported
+from emulator.errors import HostError, Unsupported
 from emulator.host.launch import Launch, Parameter, Region
 
 CHIP = CHIPS["H200"]
@@ -227,6 +227,39 @@ def test_the_timeline_has_the_waits(tmp_path):
     longest = max((event for event in events if event["ph"] == "X"), key=lambda event: event["dur"])
     assert longest["name"] == "waits for an mbarrier"
     assert longest["tid"] == 1
+
+
+def test_the_picture_has_the_waits_of_the_window(tmp_path):
+    from xml.etree import ElementTree
+
+    file, time = tmp_path / "timeline.svg", clocked(behind(100), block=64)
+    (wait,) = [bar for bar in picture.bars(time, (0, time.cycles)) if bar.name == "an mbarrier"]
+    assert (wait.row, wait.last - wait.first > 100 * CHIP["fma_latency"]) == (1, True)
+
+    def drawn(window=None):
+        """Where the wait is drawn, in pixels."""
+        picture.write(time, file, window)
+        colour = picture.COLOURS["an mbarrier"]
+        rects = [one for one in ElementTree.parse(file).iter() if one.get("fill") == colour]
+        assert len(rects) == 2  # and its colour in the legend
+        return float(rects[1].get("x")), float(rects[1].get("width"))
+
+    room = picture.WIDTH - picture.LEFT - picture.RIGHT
+    x, width = drawn()
+    assert width == pytest.approx(room * (wait.last - wait.first) / time.replayed.cycles, abs=0.1)
+    assert x == pytest.approx(picture.LEFT + room * wait.first / time.replayed.cycles, abs=0.1)
+    # Half of the wait fills the picture of that half.
+    middle, last = ((wait.first + wait.last) / 2, wait.last)
+    x, width = drawn((CHIP.microseconds(middle), CHIP.microseconds(last)))
+    assert (x, width) == (picture.LEFT, pytest.approx(room, abs=2))
+    with pytest.raises(HostError, match="nothing happens"):
+        picture.draw(time, (1e6, 2e6))
+
+
+def test_waits_for_one_thing_are_drawn_as_one():
+    parts = [(0, 0, 10, "wgmma"), (0, 11, 20, "wgmma"), (0, 21, 30, "an mbarrier"), (1, 21, 30, "an mbarrier")]
+    found = list(picture.merged([picture.Bar(*one) for one in parts], 1))
+    assert found == [picture.Bar(*one) for one in [(0, 0, 20, "wgmma"), *parts[2:]]]
 
 
 def test_a_chip_with_other_numbers_is_another_chip():
