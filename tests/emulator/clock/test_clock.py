@@ -8,8 +8,10 @@ from ptx_kernels import text
 from emulator.clock import grid, picture, report, timeline
 from emulator.clock.chips import CHIPS, chip_of
 from emulator.clock.machine import ClockMachine, time_of
+from emulator.clock.spins import INDEX, NOT_TAKEN, last_turns, spins_of
 from emulator.errors import HostError, Unsupported
 from emulator.host.launch import Launch, Parameter, Region
+from emulator.machine.launch import load
 
 CHIP = CHIPS["H200"]
 ARCH = "sm_90a"
@@ -227,6 +229,63 @@ def test_the_timeline_has_the_waits(tmp_path):
     longest = max((event for event in events if event["ph"] == "X"), key=lambda event: event["dur"])
     assert longest["name"] == "waits for an mbarrier"
     assert longest["tid"] == 1
+
+
+def waits_for_a_flag(before, after, turns=""):
+    """CTA 1 has a chain and sets a flag, for which CTA 0 waits and then has another chain."""
+    return f"""
+ld.param.b64 %rd0, [p0];
+mov.u32 %r0, %ctaid.x;
+setp.eq.u32 %p0, %r0, 0;
+@%p0 bra WAITS;
+{chain(before, dependent=True)}
+st.release.gpu.global.b32 [%rd0], 1;
+ret;
+WAITS:
+{turns}
+AGAIN:
+ld.acquire.gpu.global.b32 %r1, [%rd0];
+setp.eq.u32 %p1, %r1, 0;
+@%p1 bra AGAIN;
+{chain(after, dependent=True)}
+"""
+
+
+def test_a_cta_that_waits_for_a_flag_goes_on_when_it_is_set():
+    def cycles(before, after):
+        return clocked(waits_for_a_flag(before, after), np.zeros(1, np.int32), grid=2).cycles
+
+    base = cycles(200, 50)
+    latency = CHIP["fma_latency"]
+    assert base > 250 * latency + CHIP["l2_latency"]
+    assert cycles(280, 50) - base == pytest.approx(80 * latency, abs=2)
+    assert cycles(200, 150) - base == pytest.approx(100 * latency, abs=2)
+
+
+def test_of_a_loop_that_waits_for_a_flag_one_turn_is_left():
+    time = clocked(waits_for_a_flag(200, 100), np.zeros(1, np.int32), grid=2)
+    (spin,) = spins_of(time.recorded.program)
+    entries, events = time.recorded.classes[0][0][0]
+    turns = (entries & INDEX == spin.load).sum()
+    assert turns > 1, "the emulator ran the other CTA first"
+    kept, left = last_turns(entries, events, (spin,))
+    assert (kept & INDEX == spin.load).sum() == (left["index"] == spin.load).sum() == 1
+    assert entries.size - kept.size == (turns - 1) * (spin.last - spin.first + 1)
+    assert events.size - left.size == turns - 1
+    # The last turn does not branch back, and what comes behind it is there.
+    assert kept[kept & INDEX == spin.last] >= NOT_TAKEN
+    assert kept[-100:].tolist() == entries[-100:].tolist()
+
+
+def test_loops_that_work_are_no_waits_for_flags():
+    others = [
+        waits_for_a_flag(1, 1).replace("ld.acquire.gpu.global", "ld.global"),
+        waits_for_a_flag(1, 1).replace("setp.eq.u32 %p1", "st.shared.b32 [%r0], %r1;\nsetp.eq.u32 %p1"),
+        waits_for_a_flag(1, 1).replace("@%p1 bra AGAIN", "bra AGAIN"),
+        behind(1),
+    ]
+    for body in others:
+        assert spins_of(load(text(body, 1, ARCH), "k")[1]) == ()
 
 
 def test_the_picture_has_the_waits_of_the_window(tmp_path):
