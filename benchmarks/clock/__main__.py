@@ -53,7 +53,8 @@ def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> l
             pretend(f"{chip.arch}a", PEERS, chip.sms)
         return run_of(row.operator, row.row, chip, ours=ours)
 
-    return simulated(prepared, chip, row.samples, file, faulty=not ours and row.operator in FAULTY)
+    samples = row.samples if ours else row.samples or 1
+    return simulated(prepared, chip, samples, file, faulty=not ours and row.operator in FAULTY)
 
 
 def simulated(

@@ -21,7 +21,7 @@ class Measured:
             flash-mla, cutlass-gemm, cutlass-mla-fp8, quack-gemm, quack-gated or quack-softmax.
         row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
         microseconds: that the kernel took.
-        samples: clusters that the clock simulates; 0: all, where CTAs wait for each other.
+        samples: clusters that the clock simulates; 0: all, where CTAs wait for each other (none of others' do).
         fitted: constants were chosen with it; all others are held out.
         chip: that took them.
         source: who says so.
@@ -55,6 +55,7 @@ MEASURED = (
     Measured("softmax", "1024x32768", 34.36),
     Measured("softmax", "32768x4096", 133.2),
     Measured("softmax", "32768x32768", 1033.2),
+    Measured("linear", "llama-8b-1", 53.91, samples=0),
     Measured("linear", "llama-8b-64", 58.21),
     Measured("linear", "llama-8b-256", 93.68, fitted=True),
     Measured("linear", "llama-8b-1024", 344.6),
@@ -125,11 +126,19 @@ ON_HOPPER = (
     ("flash", "hd256-h8-16x1k", 1),
     ("quack-gemm", "2048x2048x2048", 1),
     ("quack-gemm", "4096x4096x4096", 1),
+    ("quack-gemm", "8192x8192x2048", 1),
+    ("quack-gemm", "8192x8192x3072", 1),
     ("quack-gemm", "8192x8192x4096", 1),
+    ("quack-gemm", "8192x8192x8192", 1),
     ("quack-gated", "256x14336x4096", 1),
     ("quack-gated", "2048x14336x4096", 1),
+    ("quack-softmax", "512x4096", 1),
+    ("quack-softmax", "512x8192", 1),
     ("quack-softmax", "4096x8192", 1),
+    ("quack-softmax", "2048x16384", 1),
+    ("quack-softmax", "1024x32768", 1),
     ("quack-softmax", "32768x4096", 1),
+    ("quack-softmax", "32768x32768", 1),
     ("cutlass-gemm", "2048x2048x2048", 1),
     ("cutlass-gemm", "4096x4096x4096", 1),
     ("cutlass-gemm", "8192x8192x4096", 1),
@@ -169,8 +178,12 @@ UNTIMED = tuple(
         ("flash-mla", "h64-b64-k4k", 1),
         ("cutlass-mla-fp8", "h16-b64-k4k", 1),
         ("cutlass-mla-fp8", "h128-b128-k4k", 1),
+        # CTAs of this package's kernel wait for each other's partial sums.
+        ("quack-gated", "1x14336x4096", 0),
+        ("quack-gated", "8x14336x4096", 0),
         ("quack-gated", "64x14336x4096", 1),
-        ("quack-gated", "256x14336x4096", 1),
+        # Of 74 clusters 38 have two tiles, the others one.
+        ("quack-gated", "256x14336x4096", 2),
         ("quack-gated", "2048x14336x4096", 1),
         ("quack-gated", "8192x14336x4096", 1),
     )

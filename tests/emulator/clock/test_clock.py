@@ -356,8 +356,10 @@ def test_clusters_are_chosen_all_over_the_grid():
 def test_idle_clusters_leave_their_share_to_the_others():
     layout = grid.Layout(clusters=74, groups=74, slots=1, members=2)
     # The last of seven shares has ten of 74 clusters.
-    assert grid.at_work(layout, [1000, 990, 1000, 1000, 1000, 1000, 20]) == 128
-    assert grid.at_work(layout, [1000, 500, 1000]) == 148
+    assert grid.at_work(layout, [1000] * 6 + [0]) == 128
+    # Half of them have half as much to do as the others, and are at work for half of the time.
+    assert grid.at_work(layout, [1000, 500]) == 111
+    assert grid.at_work(layout, [700, 700, 700]) == 148
     # Where other clusters follow, none is idle for long.
     assert grid.at_work(grid.Layout(clusters=148, groups=74, slots=1, members=2), [1000, 20]) == 148
 
