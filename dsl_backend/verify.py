@@ -8,6 +8,7 @@ end a `summary`.
 """
 
 import contextlib
+import importlib
 import json
 import pathlib
 import shlex
@@ -167,7 +168,12 @@ class Screen:
             self.console.print(times(rows))
 
     def timed(self, row: Mapping[str, Any]) -> None:
-        cells = [f"{one['provider']} {one['median_us']:.1f}" for one in row["cells"] if one["status"] == "ok"]
+        cells = [
+            f"{one['provider']} {one['median_us']:.1f}"
+            + (f" (clock {one['clock_us']:.1f})" if "clock_us" in one else "")
+            for one in row["cells"]
+            if one["status"] == "ok"
+        ]
         self.say(f"{row['operator']} {row['id']}, us: {', '.join(cells) or 'nothing ran'}")
 
 
@@ -279,10 +285,13 @@ def measure(
         "seconds": SECONDS_CPU if options.device == "cpu" else SECONDS,
     }
     problems: list[str] = []
+    predictions = importlib.import_module(f"{benchmarks.__name__}.clock.predictions")
+    predicted = predictions.of_device(lines.entries[0]["device"])
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "rows"
         with worker.Child(worker.time_rows, benchmarks.__name__, benchmark.op, path, settings) as child:
             for row in rows_of(child, path, problems):
+                add_clock(row, predicted, predictions.KERNEL)
                 lines.write(row)
                 screen.timed(row)
                 problems += wrong_cells(row)
@@ -330,10 +339,31 @@ def wrong_cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def add_clock(row: dict[str, Any], predicted: Mapping[tuple[str, str], Any], kernel: str) -> None:
+    """Put what the emulator's clock predicted for a kernel into its cell, if the row has a prediction."""
+    found = predicted.get((row["operator"], row["id"]))
+    for cell in row["cells"]:
+        if found is not None and cell["provider"] in ("dsl", f"dsl:{kernel}"):
+            cell["clock_us"], cell["config"] = found.us, found.mark
+
+
+def clock_text(cell: Mapping[str, Any]) -> str:
+    """The clock's figure, over the measured one, and whether the clock chose the configuration; empty without one."""
+    if "clock_us" not in cell:
+        return ""
+    mark = f", config {cell['config']}" if cell["config"] else ""
+    return f"{cell['clock_us']:.1f} ({cell['clock_us'] / cell['median_us']:.2f}x){mark}"
+
+
 def times(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table with one line for each of this package's kernels in each row, and the fastest peer."""
+    """A table with one line for each of this package's kernels in each row, and the fastest peer.
+
+    Where the emulator's clock predicted times for this GPU (docs/emulator-clock.md), they are in a last column.
+    """
     table = Table(title="Timed", title_justify="left", box=box.SIMPLE_HEAD)
-    columns = ("operator", "row", "kernel", "us", "of floor", "rate", "fastest peer, us (over ours)")
+    columns = ["operator", "row", "kernel", "us", "of floor", "rate", "fastest peer, us (over ours)"]
+    if any("clock_us" in cell for row in rows for cell in row["cells"]):
+        columns.append("emulator's clock, us (over ours)")
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if 3 <= index <= 5 else "left", overflow="fold")
     for row in rows:
@@ -350,7 +380,8 @@ def times(rows: Sequence[Mapping[str, Any]]) -> Table:
             ours = cell["median_us"]
             floor = f"{cell['of_floor']:.2f}x" if cell["of_floor"] else ""
             fastest = f"{best['provider']} {best['median_us']:.1f} ({best['median_us'] / ours:.2f}x)" if best else ""
-            table.add_row(*labels, f"{ours:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", fastest)
+            texts = [*labels, f"{ours:.1f}", floor, f"{cell['rate']:.3g} {row['unit']}", fastest, clock_text(cell)]
+            table.add_row(*texts[: len(columns)])
     return table
 
 

@@ -34,7 +34,17 @@ def parser() -> argparse.ArgumentParser:
         "--samples", type=int, help="clusters of a grid that --clock simulates (default: 3); 0 for all of them"
     )
     made.add_argument("--trace", type=Path, metavar="FILE", help="with --clock: write a timeline for Perfetto there")
+    made.add_argument(
+        "--picture", type=Path, metavar="FILE", help="with --clock: draw the longest launch there, as SVG"
+    )
+    made.add_argument("--window", type=window, metavar="FIRST:LAST", help="of --picture, in microseconds")
     return made
+
+
+def window(text: str) -> tuple[float, float]:
+    """FIRST:LAST as two numbers."""
+    first, _, last = text.partition(":")
+    return float(first), float(last)
 
 
 def load(case: str) -> Callable[[], Any]:
@@ -76,8 +86,8 @@ def show_profile(profile: Any, tiles: int | None, file: Path | None) -> None:
 def clock_machine(asked: argparse.Namespace) -> Any:
     """The machine of --clock; None without it."""
     if not asked.clock:
-        if asked.chip or asked.trace or asked.samples is not None:
-            raise HostError("--chip, --samples and --trace are of --clock")
+        if asked.chip or asked.trace or asked.picture or asked.samples is not None:
+            raise HostError("--chip, --samples, --trace and --picture are of --clock")
         return None
     from emulator.clock.chips import chip_of
     from emulator.clock.machine import SAMPLES, ClockMachine
@@ -87,13 +97,17 @@ def clock_machine(asked: argparse.Namespace) -> Any:
     return ClockMachine(asked.arch, sms, chip=asked.chip, samples=samples)
 
 
-def show_times(machine: Any, trace: Path | None) -> None:
-    """Print what the clock found, and write the timeline."""
-    from emulator.clock import report, timeline
+def show_times(machine: Any, asked: argparse.Namespace) -> None:
+    """Print what the clock found, and write the timeline and the picture."""
+    from emulator.clock import picture, report, timeline
 
     print(report.text(machine.times))
-    if trace is not None:
-        timeline.write(machine.times, trace)
+    if asked.trace is not None:
+        timeline.write(machine.times, asked.trace)
+    if asked.picture is not None:
+        if not machine.times:
+            raise HostError("there is no launch to draw")
+        picture.write(max(machine.times, key=lambda one: one.cycles), asked.picture, asked.window)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.profile or asked.json:
             show_profile(emulated.profile, asked.tiles, asked.json)
         if machine:
-            show_times(machine, asked.trace)
+            show_times(machine, asked)
     except EmulatorError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

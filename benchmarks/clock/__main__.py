@@ -20,16 +20,22 @@ from itertools import groupby
 from pathlib import Path
 
 import emulator
+from dsl_backend.verify import CHECKS
 from emulator.clock import machine, report
 from emulator.clock.chips import CHIPS
 from emulator.clock.constants import ChipClock
 from emulator.clock.machine import ClockMachine, LaunchTime, Recorded
 
+from ..command import operators as benchmark_operators
 from .configs import Ranking, launches, timed
 from .measured import ROWS, UNTIMED, Measured
 from .peers import FAULTY, OF_EXAMPLES, RUNS, Run
-from .problems import run_of, target_of
+from .predictions import of_chip
+from .problems import OURS, run_of, target_of
 from .stand_in import EXAMPLES, PEERS, pretend
+
+# Clusters that are simulated of the rows of `--predict`. Causal rows have CTAs of many lengths.
+SAMPLES = {"prefill": 8, "mla-prefill": 8, "decode": 2, "mla-decode": 3, "linear": 2, "softmax": 1, "sampling": 1}
 
 
 def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> list[Recorded]:
@@ -47,7 +53,8 @@ def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> l
             pretend(f"{chip.arch}a", PEERS, chip.sms)
         return run_of(row.operator, row.row, chip, ours=ours)
 
-    return simulated(prepared, chip, row.samples, file, faulty=not ours and row.operator in FAULTY)
+    samples = row.samples if ours else row.samples or 1
+    return simulated(prepared, chip, samples, file, faulty=not ours and row.operator in FAULTY)
 
 
 def simulated(
@@ -76,7 +83,9 @@ def simulated(
 
 def kept_name(row: Measured, ours: bool | None) -> str:
     beside = "-dsl" if ours and row.operator in RUNS else ""
-    return f"{row.operator}-{row.row}{beside}.pickle"
+    # Hopper's chips run the same kernels in the same way.
+    arch = "" if CHIPS[row.chip].arch == "sm_90" else f"-{CHIPS[row.chip].arch}"
+    return f"{row.operator}-{row.row}{arch}{beside}.pickle"
 
 
 def light(one: Recorded) -> Recorded:
@@ -155,6 +164,29 @@ def configs(pattern: str, keep: Path | None, chip: ChipClock, *, kept: bool) -> 
         yield f"| mean, worst of {len(found)} | | | | | | {sum(costs) / len(costs):.1%}, {max(costs):.1%} | | |"
 
 
+def verified() -> Iterator[Measured]:
+    """The rows that `dsl-backend verify` times, of operators that the clock knows."""
+    operators = dict(benchmark_operators())
+    for benchmark in (one for check in CHECKS.values() for one in check.benchmarks if one.op in OURS):
+        for case in operators[benchmark.op].cases():
+            if re.search(benchmark.rows, case.id):
+                yield Measured(benchmark.op, case.id, 0.0, SAMPLES[benchmark.op], source="nobody")
+
+
+def predictions(rows: Sequence[Measured], keep: Path | None, chip: ChipClock) -> Iterator[str]:
+    """Lines of predictions.jsonl."""
+    for row in rows:
+        started = time.monotonic()
+        try:
+            times = clocked(recorded(replace(row, chip=chip.name), keep), chip)
+        except emulator.EmulatorError as error:
+            print(f"{row.name}: {error}", file=sys.stderr)
+            continue
+        print(f"{row.name}: {time.monotonic() - started:.0f} s", file=sys.stderr)
+        us = sum(one.microseconds for one in times)
+        yield of_chip(row.operator, row.row, us, chip.name, chip.arch).line()
+
+
 def spread(errors: Sequence[tuple[float, float]], which: int) -> str:
     found = [abs(one[which]) for one in errors]
     return f"{sum(found) / len(found):.0%}, {max(found):.0%}"
@@ -162,18 +194,21 @@ def spread(errors: Sequence[tuple[float, float]], which: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clock", description=__doc__)
-    parser.add_argument(
-        "--chip", default="H200", choices=sorted({row.chip for row in ROWS}), help="that took the times"
-    )
+    parser.add_argument("--chip", default="H200", choices=("B200", "H100", "H200"), help="that took the times")
     parser.add_argument("--rows", default="", metavar="REGEX", help="which rows, by operator and name (default: all)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for what the warps did")
     parser.add_argument("--kept", action="store_true", help="only the rows that are in the folder of --keep")
     parser.add_argument("--beside", action="store_true", help="this package's kernels beside others' on the same clock")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another constant of the chip")
     parser.add_argument("--configs", action="store_true", help="configurations of SM90's 8-bit GEMM for some shapes")
+    parser.add_argument("--predict", action="store_true", help="lines of predictions.jsonl, for `dsl-backend verify`")
     asked = parser.parse_args()
     values = {name: float(value) for name, value in (one.split("=") for one in asked.set)}
     chip = CHIPS[asked.chip].with_values(**values)
+    if asked.predict:
+        for line in predictions([row for row in verified() if re.search(asked.rows, row.name)], asked.keep, chip):
+            print(line, flush=True)
+        return 0
     if asked.configs:
         for line in configs(asked.rows, asked.keep, chip, kept=asked.kept):
             print(line, flush=True)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What GPUs did: on an H200 rows of docs/performance.md, which has their dates, commits and commands; on a B200 figures
-that others published for kernels of theirs.
+"""What GPUs did: on an H200 rows of docs/performance.md, which has their dates, commits and commands; on an H100 and
+an H200 kernels of others (on_chip.py); on a B200 figures that others published for kernels of theirs.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from .peers import flops
+
+PEERS_ON_HOPPER = Path(__file__).resolve().parents[2] / "docs/data/hopper-peers.jsonl"
 
 
 @dataclass(frozen=True)
@@ -14,10 +18,10 @@ class Measured:
 
     Attributes:
         operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-decode,
-            flash-mla, cutlass-mla-fp8, quack-gemm or quack-gated.
+            flash-mla, cutlass-gemm, cutlass-mla-fp8, quack-gemm, quack-gated or quack-softmax.
         row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
         microseconds: that the kernel took.
-        samples: clusters that the clock simulates; 0: all, where CTAs wait for each other.
+        samples: clusters that the clock simulates; 0: all, where CTAs wait for each other (none of others' do).
         fitted: constants were chosen with it; all others are held out.
         chip: that took them.
         source: who says so.
@@ -51,6 +55,7 @@ MEASURED = (
     Measured("softmax", "1024x32768", 34.36),
     Measured("softmax", "32768x4096", 133.2),
     Measured("softmax", "32768x32768", 1033.2),
+    Measured("linear", "llama-8b-1", 53.91, samples=0),
     Measured("linear", "llama-8b-64", 58.21),
     Measured("linear", "llama-8b-256", 93.68, fitted=True),
     Measured("linear", "llama-8b-1024", 344.6),
@@ -102,7 +107,58 @@ PUBLISHED = (
     published("quack-gemm", "8192x8192x8192", 1233, "quack #82"),
     published("quack-gemm", "16384x16384x16384", 1225, "quack #82"),
 )
-ROWS = MEASURED + PUBLISHED
+# Kernels of others for Hopper. Causal rows have CTAs of many lengths, so more of them are simulated.
+ON_HOPPER = (
+    ("flash", "hd128-h16-16x1k", 1),
+    ("flash", "hd128-h16-8x2k", 1),
+    ("flash", "hd128-h16-4x4k", 1),
+    ("flash", "hd128-h16-16x1k-causal", 8),
+    ("flash", "hd128-h16-8x2k-causal", 12),
+    ("flash", "hd128-h16-4x4k-causal", 12),
+    ("flash", "hd64-h32-16x1k", 1),
+    ("flash", "hd64-h32-8x2k", 1),
+    ("flash", "hd64-h32-4x4k", 1),
+    ("flash", "hd64-h32-16x1k-causal", 8),
+    ("flash", "hd64-h32-8x2k-causal", 12),
+    ("flash", "hd64-h32-4x4k-causal", 12),
+    ("flash", "hd192v128-h16-16x1k", 1),
+    ("flash", "hd192v128-h16-16x1k-causal", 8),
+    ("flash", "hd256-h8-16x1k", 1),
+    # A third of the clusters has a tile more than the others.
+    ("quack-gemm", "2048x2048x2048", 2),
+    ("quack-gemm", "4096x4096x4096", 2),
+    ("quack-gemm", "8192x8192x2048", 1),
+    ("quack-gemm", "8192x8192x3072", 1),
+    ("quack-gemm", "8192x8192x4096", 1),
+    ("quack-gemm", "8192x8192x8192", 1),
+    ("quack-gated", "256x14336x4096", 1),
+    ("quack-gated", "2048x14336x4096", 1),
+    ("quack-softmax", "512x4096", 1),
+    ("quack-softmax", "512x8192", 1),
+    ("quack-softmax", "4096x8192", 1),
+    ("quack-softmax", "2048x16384", 1),
+    ("quack-softmax", "1024x32768", 1),
+    ("quack-softmax", "32768x4096", 1),
+    ("quack-softmax", "32768x32768", 1),
+    ("cutlass-gemm", "2048x2048x2048", 1),
+    ("cutlass-gemm", "4096x4096x4096", 1),
+    ("cutlass-gemm", "8192x8192x4096", 1),
+)
+
+
+def on_hopper(path: Path = PEERS_ON_HOPPER) -> tuple[Measured, ...]:
+    """The rows of ON_HOPPER that a file has times of, chip by chip."""
+    timed = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    us = {(one["chip"], one["operator"], one["row"]): one["us"] for one in timed if "us" in one}
+    return tuple(
+        Measured(operator, row, us[chip, operator, row], samples, chip=chip, source=f"docs/data/{path.name}")
+        for chip in ("H100", "H200")
+        for operator, row, samples in ON_HOPPER
+        if (chip, operator, row) in us
+    )
+
+
+ROWS = MEASURED + on_hopper() + PUBLISHED
 # Nobody published these: for `--beside` alone.
 UNTIMED = tuple(
     Measured(operator, row, 0.0, samples, chip="B200", source="nobody")
@@ -123,8 +179,12 @@ UNTIMED = tuple(
         ("flash-mla", "h64-b64-k4k", 1),
         ("cutlass-mla-fp8", "h16-b64-k4k", 1),
         ("cutlass-mla-fp8", "h128-b128-k4k", 1),
+        # CTAs of this package's kernel wait for each other's partial sums.
+        ("quack-gated", "1x14336x4096", 0),
+        ("quack-gated", "8x14336x4096", 0),
         ("quack-gated", "64x14336x4096", 1),
-        ("quack-gated", "256x14336x4096", 1),
+        # Of 74 clusters 38 have two tiles, the others one.
+        ("quack-gated", "256x14336x4096", 2),
         ("quack-gated", "2048x14336x4096", 1),
         ("quack-gated", "8192x14336x4096", 1),
     )

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of others' kernels on the emulated chip, as their packages call them, with tensors of zeros.
+"""Rows of others' kernels, as their packages call them.
 
-The process believes that it has the chip (stand_in.py). The packages are in `.peers` (`make peers`).
+On the emulated chip tensors are zeros, and the process believes that it has the chip (stand_in.py). On a GPU
+(on_chip.py) they are normal. The packages are in `.peers` (`make peers`).
 """
 
 import importlib
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +48,13 @@ def sizes(pattern: re.Pattern[str], row: str) -> dict[str, int]:
     return given
 
 
+def given(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """An operand on torch's default device: zeros on a CPU, as the emulator does not need values; else normal."""
+    if torch.get_default_device().type == "cpu":
+        return torch.zeros(shape, dtype=dtype)
+    return torch.randn(shape, dtype=dtype)
+
+
 def flops(operator: str, row: str) -> float:
     """Operations of a row as its publishers count them: those that a causal mask hides are not counted."""
     match operator:
@@ -59,7 +68,7 @@ def flops(operator: str, row: str) -> float:
         case "flash-mla" | "cutlass-mla-fp8":
             one = sizes(MLA, row)
             return 2.0 * one["batch"] * one["heads"] * one["length"] * (2 * LATENT + ROPE)
-        case "quack-gemm" | "quack-gated":
+        case "quack-gemm" | "quack-gated" | "cutlass-gemm":
             one = sizes(GEMM, row)
             return 2.0 * (1 + (operator == "quack-gated")) * one["m"] * one["n"] * one["k"]
     raise KeyError(operator)
@@ -71,7 +80,7 @@ def flash(row: str) -> Run:
 
     one = sizes(ATTENTION, row)
     dims = one["dim"], one["dim"], one["dim_v"]
-    q, k, v = (torch.zeros(one["batch"], one["length"], one["heads"], dim, dtype=BF16) for dim in dims)
+    q, k, v = (given(one["batch"], one["length"], one["heads"], dim) for dim in dims)
     return lambda: _flash_attn_fwd(q, k, v, causal=bool(one["causal"]))
 
 
@@ -84,8 +93,8 @@ def flash_decode(row: str) -> Run:
 
     one = sizes(DECODE, row)
     pages = one["length"] // PAGE
-    q = torch.zeros(one["batch"], one["queries"], one["heads"], one["dim"], dtype=BF16)
-    k, v = (torch.zeros(one["batch"] * pages, PAGE, one["heads_kv"], one["dim"], dtype=BF16) for _ in range(2))
+    q = given(one["batch"], one["queries"], one["heads"], one["dim"])
+    k, v = (given(one["batch"] * pages, PAGE, one["heads_kv"], one["dim"]) for _ in range(2))
     table = torch.arange(one["batch"] * pages, dtype=torch.int32).view(one["batch"], pages)
     lengths = torch.full((one["batch"],), one["length"], dtype=torch.int32)
     return lambda: _flash_attn_fwd(q, k, v, seqused_k=lengths, page_table=table, causal=True)
@@ -96,8 +105,8 @@ def flash_mla(row: str) -> Run:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     one = sizes(MLA, row)
-    q, qv = (torch.zeros(one["batch"], 1, one["heads"], width, dtype=BF16) for width in (ROPE, LATENT))
-    k, v = (torch.zeros(one["batch"], one["length"], 1, width, dtype=BF16) for width in (ROPE, LATENT))
+    q, qv = (given(one["batch"], 1, one["heads"], width) for width in (ROPE, LATENT))
+    k, v = (given(one["batch"], one["length"], 1, width) for width in (ROPE, LATENT))
     return lambda: _flash_attn_fwd(q, k, v, qv=qv)
 
 
@@ -107,8 +116,8 @@ def quack_gemm(row: str) -> Run:
     from quack.gemm_interface import gemm_tuned
 
     one = sizes(GEMM, row)
-    a, b = (torch.zeros(one[rows], one["k"], dtype=BF16) for rows in ("m", "n"))
-    out = torch.zeros(one["m"], one["n"], dtype=BF16)
+    a, b = (given(one[rows], one["k"]) for rows in ("m", "n"))
+    out = given(one["m"], one["n"])
     return lambda: gemm_tuned.fn(a, b.mT, out, config=default_config(a.device))
 
 
@@ -120,11 +129,42 @@ def quack_gated(row: str) -> Run:
     from quack.gemm_interface import gemm_gated
 
     one = sizes(GEMM, row)
-    x, weight, out = (
-        torch.zeros(shape, dtype=BF16)
-        for shape in ((one["m"], one["k"]), (2 * one["n"], one["k"]), (one["m"], one["n"]))
-    )
+    x, weight = given(one["m"], one["k"]), given(2 * one["n"], one["k"])
+    out = given(one["m"], one["n"])
     return lambda: gemm_gated(x, weight.mT, activation="swiglu", postact_out=out, store_preact=False, tuned=False)
+
+
+def quack_softmax(row: str) -> Run:
+    from quack.softmax import _softmax_fwd
+
+    rows, width = map(int, row.split("x"))
+    x, out = given(rows, width), given(rows, width)
+    return lambda: _softmax_fwd(x, out)
+
+
+def cutlass_gemm(row: str) -> Run:
+    """CUTLASS's dense GEMM for Hopper with tiles of 128 x 256, by clusters of two CTAs that share loads of B."""
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import from_dlpack
+
+    kernel = importlib.import_module("cute.hopper.kernel.dense_gemm.dense_gemm")
+    one = sizes(GEMM, row)
+    matrices = given(one["m"], one["k"]), given(one["n"], one["k"]), given(one["m"], one["n"])
+    views = [from_dlpack(x[..., None], assumed_align=16).mark_layout_dynamic(leading_dim=1) for x in matrices]
+    made = kernel.HopperWgmmaGemmKernel(cutlass.Float32, (128, 256), (2, 1))
+
+    @cache
+    def compiled() -> Any:
+        return cute.compile(made, *views, stream())
+
+    return lambda: compiled()(*views, stream())
+
+
+def stream() -> Any:
+    from cuda.bindings.driver import CUstream
+
+    return CUstream(torch.cuda.current_stream().cuda_stream)
 
 
 def cutlass_mla_fp8(row: str) -> Run:
@@ -133,7 +173,6 @@ def cutlass_mla_fp8(row: str) -> Run:
     Queries and outputs are e4m3 as well. It splits keys only where a pair has 128 heads.
     """
     import cutlass
-    from cuda.bindings.driver import CUstream
     from cutlass import cute
     from cutlass.cute.runtime import from_dlpack
 
@@ -178,7 +217,7 @@ def cutlass_mla_fp8(row: str) -> Run:
         None,
         192**-0.5,
         1.0,
-        CUstream(torch.cuda.current_stream().cuda_stream),
+        stream(),
     )
     made = kernel.BlackwellMultiHeadLatentAttentionForwardFP8(
         cutlass.Float32, cutlass.Float32, tile, (128, 256), clusters, PAGE, 0.0, True, True, False
@@ -190,11 +229,13 @@ RUNS = {
     "flash": flash,
     "flash-decode": flash_decode,
     "flash-mla": flash_mla,
+    "cutlass-gemm": cutlass_gemm,
     "cutlass-mla-fp8": cutlass_mla_fp8,
     "quack-gemm": quack_gemm,
     "quack-gated": quack_gated,
+    "quack-softmax": quack_softmax,
 }
 # In which the emulator finds data races: warps exchange row maxima through one buffer without a second barrier.
 FAULTY = frozenset({"cutlass-mla-fp8"})
 # Of CUTLASS's examples.
-OF_EXAMPLES = frozenset({"cutlass-mla-fp8"})
+OF_EXAMPLES = frozenset({"cutlass-gemm", "cutlass-mla-fp8"})

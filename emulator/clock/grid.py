@@ -11,7 +11,6 @@ SHARED_OF_SM = 228 * 1024
 RESERVED = 1024  # of each CTA
 THREADS, CTAS, REGISTERS = 2048, 32, 64 * 1024
 ALIKE = 0.02  # clusters whose instructions differ by no more are of one class
-IDLE = 0.1  # a cluster with no more of the longest one's instructions has nothing to do
 MIDDLES = 3
 GOLDEN = (5**0.5 - 1) / 2
 SETTLED = 4  # turns of an SM's slots that are simulated before the rest is taken to go on alike
@@ -93,7 +92,7 @@ def weights(clusters: int, count: int) -> list[int]:
 
 
 def at_work(layout: Layout, counts: Sequence[int]) -> float:
-    """SMs that are at work while most are: without those whose clusters have nearly nothing to do.
+    """SMs at work, on average while those work that have most to do: a cluster with half of it is at work half as long.
 
     Only where each cluster has SMs for itself, as those of a persistent kernel: elsewhere the next cluster follows.
 
@@ -103,7 +102,7 @@ def at_work(layout: Layout, counts: Sequence[int]) -> float:
     if layout.per_group > 1:
         return layout.active
     stands_for = weights(layout.clusters, len(counts))
-    busy = sum(weight for weight, count in zip(stands_for, counts, strict=True) if count > IDLE * max(counts))
+    busy = sum(weight * count for weight, count in zip(stands_for, counts, strict=True)) / max(counts)
     return layout.active * busy / layout.clusters
 
 

@@ -4,6 +4,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from emulator.clock import grid
 from emulator.clock.chips import chip_of
 from emulator.clock.constants import ChipClock
@@ -12,6 +15,7 @@ from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
 from emulator.clock.order import order_of
 from emulator.clock.registers import registers_of
 from emulator.clock.replay import ENGINES, Replayed, WarpData, reordered, replay
+from emulator.clock.spins import last_turns, releases_of, spins_of
 from emulator.clock.tables import Table, table_of
 from emulator.clock.traces import Recorder
 from emulator.core.program import Program
@@ -137,7 +141,8 @@ def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> 
     layout = Layout.of(launch, chip.sms, slots)
     counts = recorded.instructions
     alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
-    timed = _alike if alike else _different
+    # CTAs that wait for others are timed one by one.
+    timed = _alike if alike and not spins_of(recorded.program) else _different
     cycles, replayed = timed(in_order(recorded, chip), table, chip, layout, shortest)
     start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * launch.programmatic)
     matrix = float(replayed.engines[ENGINES.index("tensor cores")]) / replayed.cycles
@@ -146,11 +151,14 @@ def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> 
 
 
 def in_order(recorded: Recorded, chip: ChipClock) -> Recorded:
-    """The same with instructions in an assembler's order."""
-    order = order_of(recorded.program, chip)
-    classes = [
-        [[(reordered(entries, order), events) for entries, events in cta] for cta in one] for one in recorded.classes
-    ]
+    """The same with instructions in an assembler's order, and one turn of each loop that waits for a flag."""
+    order, spins = order_of(recorded.program, chip), spins_of(recorded.program)
+
+    def warp(entries: NDArray[np.uint32], events: NDArray[np.void]) -> WarpData:
+        entries, events = last_turns(entries, events, spins)
+        return reordered(entries, order), events
+
+    classes = [[[warp(*data) for data in cta] for cta in one] for one in recorded.classes]
     return replace(recorded, classes=classes)
 
 
@@ -174,15 +182,26 @@ def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, sh
 def _different(
     recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int
 ) -> tuple[float, Replayed]:
-    """Each kind of cluster by itself, as many of it as run at the same time; then the grid."""
+    """Each kind of cluster by itself, as many of it as run at the same time; then the grid.
+
+    Clusters that wait for flags are replayed twice: a flag is set when the last cluster releases one that did not have
+    to wait itself.
+    """
     constants = chip.of_replay(grid.at_work(layout, recorded.instructions))
     slots = min(layout.slots, layout.per_group)
-    durations, every = [], []
-    for number in range(len(recorded.classes)):
-        one = replay(
-            table, recorded.classes, [number] * slots, constants, recorded.missing, slots=slots, shortest=shortest
-        )
-        every.append(one)
-        durations.append(one.cycles + chip["dispatch"])
+    flags = [spin.load for spin in spins_of(recorded.program)]
+
+    def replayed(number: int, flags_from: int) -> Replayed:
+        return replay(
+            table, recorded.classes, [number] * slots, constants, recorded.missing, slots=slots, shortest=shortest,
+            flags=flags, flags_from=flags_from,
+        )  # fmt: skip
+
+    every = [replayed(number, 0) for number in range(len(recorded.classes))]
+    released = releases_of(recorded.program)
+    if flags and released:
+        set_at = max(int(one.stamps[released].max()) for one in every) + int(chip["gpu_fence"])
+        every = [replayed(number, set_at) if one.stamps[flags].any() else one for number, one in enumerate(every)]
+    durations = [one.cycles + chip["dispatch"] for one in every]
     longest = max(range(len(durations)), key=lambda index: durations[index])
     return grid.laid_out(layout, durations) - chip["dispatch"], every[longest]

@@ -467,6 +467,7 @@ static void execute(Sim *s, Warp *w, const Static *in, u32 index, u64 t) {
     if (e && e->kind == E_WAIT) { wait_mbarrier(s, w, e, t); return; }
     if (e) {
         u64 done = fence + by_event(s, w, e, e->kind == E_ARRIVE ? t + fence : t);
+        if (s->p->flags[index]) done = MAX(done, s->p->flags_from + (u64)constant(s, C_L2_LATENCY));
         ready = MAX(ready, done);
     }
     u8 reason = fence ? GLOBAL_LOAD : ISSUED;
@@ -520,6 +521,7 @@ static int issue(Sim *s, Scheduler *q, Warp *w, u64 t) {
         shared_memory(s, w->cta, (double)t, in->busy, index);
     else if (in->unit)
         q->free[in->unit] = MAX(q->free[in->unit], (double)t) + in->busy;
+    s->p->stamps[index] = t;
     execute(s, w, in, index, t);
     return 1;
 }

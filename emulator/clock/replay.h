@@ -81,7 +81,10 @@ typedef struct {
     u64 *stalls;  // [members * warps][instructions][REASONS] cycles
     double *engines;  // [ENGINES] busy cycles of the first SM
     Segment *segments;
+    u64 *stamps;  // [instructions] the last cycle in which each was issued
+    const u8 *flags;  // [instructions] whether it loads a flag that another CTA sets
     u64 segment_count, segment_room, shortest;  // waits from so many cycles on are kept
+    u64 flags_from;  // the cycle from which on flags are set
     u32 instr_count, row_count, members, warps, launch_count, slots, region_count, pad;
 } Problem;
 

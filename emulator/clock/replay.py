@@ -33,8 +33,11 @@ SEGMENT = np.dtype(
 )
 TRACE = np.dtype([("entries", "u8"), ("events", "u8"), ("count", "u8"), ("event_count", "u8")])
 MOST_SEGMENTS = 1 << 18
-POINTERS = ("constants", "instrs", "rows", "traces", "launches", "missing", "ends", "stalls", "engines", "segments")
-SIZES = ("segment_count", "segment_room", "shortest")
+POINTERS = (
+    "constants", "instrs", "rows", "traces", "launches", "missing", "ends", "stalls", "engines", "segments", "stamps",
+    "flags",
+)  # fmt: skip
+SIZES = ("segment_count", "segment_room", "shortest", "flags_from")
 COUNTS = ("instr_count", "row_count", "members", "warps", "launch_count", "slots", "region_count", "pad")
 
 
@@ -85,6 +88,7 @@ class Replayed:
         `issued` how often it was issued.
     engines: busy cycles of the first SM, by ENGINES.
     segments: SEGMENT rows: long waits and the work of engines.
+    stamps: uint64[instructions]: the last cycle in which each was issued.
     """
 
     cycles: int
@@ -92,6 +96,7 @@ class Replayed:
     stalls: NDArray[np.uint64]
     engines: NDArray[np.float64]
     segments: NDArray[np.void] = field(repr=False)
+    stamps: NDArray[np.uint64] = field(repr=False)
 
 
 def reordered(entries: NDArray[np.uint32], order: Order) -> NDArray[np.uint32]:
@@ -111,6 +116,8 @@ def replay(
     *,
     slots: int,
     shortest: int = 1 << 62,
+    flags: Sequence[int] = (),
+    flags_from: int = 0,
 ) -> Replayed:
     """Run clusters one behind the other in some slots.
 
@@ -120,6 +127,8 @@ def replay(
         missing: of each region, the part of its bytes that comes from HBM.
         slots: clusters that run at the same time on the same SMs.
         shortest: waits of fewer cycles are kept in no segment.
+        flags: instructions that load a flag which another CTA sets.
+        flags_from: the cycle from which on it is set.
 
     Raises:
         Stuck: warps wait for each other.
@@ -142,9 +151,11 @@ def replay(
         "stalls": np.zeros((members * warps, len(table.instrs), len(REASONS)), np.uint64),
         "engines": np.zeros(len(ENGINES)),
         "segments": np.zeros(room, SEGMENT),
+        "stamps": np.zeros(len(table.instrs), np.uint64),
+        "flags": np.isin(np.arange(len(table.instrs)), flags).astype(np.uint8),
     }
     problem = Problem(**{name: array.ctypes.data for name, array in arrays.items()})
-    problem.segment_room, problem.shortest = room, shortest
+    problem.segment_room, problem.shortest, problem.flags_from = room, shortest, flags_from
     problem.instr_count, problem.row_count = len(table.instrs), table.row_count
     problem.members, problem.warps, problem.slots = members, warps, slots
     problem.launch_count, problem.region_count = len(launches), len(missing)
@@ -152,4 +163,4 @@ def replay(
     if not cycles:
         raise Stuck("the replay of the kernel does not come to an end: what its warps wait for is in no trace")
     kept = arrays["segments"][: problem.segment_count].copy()
-    return Replayed(cycles, arrays["ends"], arrays["stalls"], arrays["engines"], kept)
+    return Replayed(cycles, arrays["ends"], arrays["stalls"], arrays["engines"], kept, arrays["stamps"])

@@ -15,8 +15,10 @@ from benchmarks.report import microseconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SVG = "{http://www.w3.org/2000/svg}"
-# Of attention, with the rows of the page's tables; the others are of `bench dsls` and of one kernel's configurations.
-DATA = sorted(path for path in (ROOT / "docs/data").glob("*.jsonl") if not path.stem.endswith(("-dsls", "-configs")))
+# Of attention, with the rows of the page's tables; the others are of `bench dsls`, of one kernel's configurations, and
+# of the kernels that the clock is compared with.
+OTHERS = ("-dsls", "-configs", "-peers")
+DATA = sorted(path for path in (ROOT / "docs/data").glob("*.jsonl") if not path.stem.endswith(OTHERS))
 
 
 def run_of(folder: Path, *rows: tuple[str, dict[str, float]]) -> Path:

@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The emulator's clock stays as near to measured rows as docs/emulator-clock.md says that it is."""
 
+import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from benchmarks.clock import __main__ as command
+from benchmarks.clock import on_chip
 from benchmarks.clock.configs import Ranking, launches, rank_correlation, timed
-from benchmarks.clock.measured import MEASURED, ROWS
-from benchmarks.clock.peers import flops
+from benchmarks.clock.measured import MEASURED, ROWS, on_hopper
+from benchmarks.clock.peers import RUNS, flops, given
 from benchmarks.clock.problems import target_of
 from emulator.clock.chips import CHIPS
 from emulator.clock.machine import time_of
 
 pytest.importorskip("cutlass")
-BY_NAME = {row.name: row for row in ROWS}
 CHIP = "H200"
+BY_NAME = {row.name: row for row in MEASURED}
 
 
 def error(name):
@@ -41,7 +45,7 @@ def test_a_quarter_of_the_rows_is_fitted():
     fitted_rows = [row for row in ROWS if row.fitted]
     assert len(fitted_rows) <= len(MEASURED) / 4
     assert {row.chip for row in fitted_rows} == {CHIP}
-    assert len(BY_NAME) == len(ROWS)
+    assert len({(row.chip, row.name) for row in ROWS}) == len(ROWS)
     fitted = [known for known in CHIPS[CHIP].constants.values() if known.source.startswith("fitted")]
     assert 0 < len(fitted) <= 8
 
@@ -67,6 +71,7 @@ def test_a_published_figure_stays_within_its_error():
         ("cutlass-mla-fp8", "h128-b2-k4k", 2 * 2 * 128 * 4096 * (576 + 512)),
         ("quack-gemm", "4096x512x64", 2 * 4096 * 512 * 64),
         ("quack-gated", "4096x512x64", 2 * 2 * 4096 * 512 * 64),
+        ("cutlass-gemm", "4096x512x64", 2 * 4096 * 512 * 64),
     ],
 )
 def test_operations_are_counted_as_publishers_count_them(operator, row, right):
@@ -87,6 +92,56 @@ def test_rows_that_were_kept_are_not_simulated_again(tmp_path, capsys, monkeypat
     shown = capsys.readouterr().out.splitlines()
     assert shown[2].startswith(f"| softmax 512x4096 | {row.microseconds} |")
     assert shown[3].startswith("| mean, worst of 1 held out |")
+
+
+def test_a_row_of_others_is_timed_with_random_operands(monkeypatch):
+    seen = []
+
+    def operand(row):
+        x = given(int(row), 8)
+        return lambda: seen.append(x)
+
+    monkeypatch.setitem(RUNS, "flash", operand)
+    found = on_chip.timed("flash", "4", 0.01, torch.device("cpu"))
+    assert (found["operator"], found["row"], found["layers"]) == ("flash", "4", 1)
+    assert 0 < found["p10_us"] <= found["us"] <= found["p90_us"]
+    assert len(seen) > 2 * on_chip.LEAST_SAMPLES
+    assert not seen[0].any()  # on a CPU it is the emulator's
+    with torch.device("meta"):
+        assert given(2, 3).shape == (2, 3)
+    assert on_chip.chip_of("NVIDIA H100 80GB HBM3") == "H100"
+    with pytest.raises(KeyError):
+        on_chip.chip_of("NVIDIA B200")
+
+
+def test_a_row_of_others_that_fails_costs_no_other(monkeypatch, capsys):
+    monkeypatch.setattr(on_chip, "environment", dict)
+    monkeypatch.setattr(on_chip.subprocess, "run", lambda command, **_: finished(command[command.index("--one") + 1]))
+
+    def finished(name):
+        if name.startswith("quack"):
+            return SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nValueError: no")
+        return SimpleNamespace(returncode=0, stdout="said\n{1}\n", stderr="")
+
+    options = SimpleNamespace(seconds=0.1, limit_seconds=1, processes=2)
+    found = list(on_chip.every([("quack-gemm", "1x1x1"), ("flash", "hd64-h1-1x1k")], options))
+    assert found == ["{}", "{1}"]
+    assert "quack-gemm 1x1x1: failed with status 1: ValueError: no" in capsys.readouterr().err
+
+
+def test_times_of_a_file_become_rows_of_its_chip(tmp_path):
+    file = tmp_path / "hopper-peers.jsonl"
+    lines = [
+        {"kind": "environment", "chip": "H100"},
+        {"chip": "H200", "operator": "quack-gemm", "row": "4096x4096x4096", "us": 2.0},
+        {"chip": "H100", "operator": "flash", "row": "hd64-h32-16x1k-causal", "us": 3.0},
+        {"chip": "H100", "operator": "flash", "row": "gone", "us": 3.0},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flash, gemm = on_hopper(file)
+    assert (flash.chip, flash.microseconds, flash.samples, flash.fitted) == ("H100", 3.0, 8, False)
+    assert (gemm.chip, gemm.name, gemm.microseconds) == ("H200", "quack-gemm 4096x4096x4096", 2.0)
+    assert on_hopper(tmp_path / "none") == ()
 
 
 TARGET = target_of(CHIPS[CHIP])

@@ -258,6 +258,56 @@ def test_times_name_the_fastest_peer() -> None:
     assert line.split() == ["decode", "b1", "cute", "10.0", "1.25x", "3", "TB/s", "FA2", "20.0", "(2.00x)"]
 
 
+def test_times_have_the_clocks_figures_beside_them(tmp_path: Path) -> None:
+    """Of the chip, the row and the kernel that it predicted, and marked where it chose the configuration."""
+    predictions = importlib.import_module("benchmarks.clock.predictions")
+    file = tmp_path / "predictions.jsonl"
+    some = [
+        predictions.of_chip("prefill", "16x1k", 12.04, "B200", "sm_100"),
+        predictions.of_chip("prefill", "16x1k", 99.0, "GB200", "sm_100"),
+        predictions.of_chip("decode", "b1", 5.0, "B200", "sm_100"),
+    ]
+    file.write_text("".join(f"{one.line()}\n" for one in some))
+    assert predictions.of_device("NVIDIA H200", file) == {}
+    predicted = predictions.of_device("NVIDIA B200", file)
+    assert [one.mark for one in predicted.values()] == ["by the clock", ""]
+
+    def row(operator: str, id: str) -> dict[str, Any]:
+        cells = [
+            {"provider": provider, "status": "ok", "median_us": 10.0, "of_floor": None, "rate": 3.0}
+            for provider in ("dsl:cute", "dsl:triton", "FA3")
+        ]
+        return {"operator": operator, "id": id, "unit": "TB/s", "cells": cells}
+
+    rows = [row("prefill", "16x1k"), row("decode", "b1"), row("decode", "b8")]
+    for one in rows:
+        verify.add_clock(one, predicted, predictions.KERNEL)
+    shown = io.StringIO()
+    console = Console(file=shown, width=170)
+    console.print(verify.times(rows))
+    lines = [line.split("(1.00x)")[-1].strip() for line in shown.getvalue().splitlines() if "10.0" in line]
+    assert lines == ["12.0 (1.20x), config by the clock", "", "5.0 (0.50x)", "", "", ""]
+    assert rows[0]["cells"][0]["clock_us"] == 12.0
+    verify.Screen(console).timed(rows[0])
+    assert "dsl:cute 10.0 (clock 12.0), dsl:triton 10.0, FA3 10.0" in shown.getvalue()
+
+
+def test_predictions_are_of_rows_that_are_timed() -> None:
+    predictions = importlib.import_module("benchmarks.clock.predictions")
+    operators = dict(BENCHMARKS.operators())
+    timed = {
+        (benchmark.op, case.id)
+        for check in verify.CHECKS.values()
+        for benchmark in check.benchmarks
+        for case in operators[benchmark.op].cases()
+        if re.search(benchmark.rows, case.id)
+    }
+    every = predictions.everything()
+    assert {(one.operator, one.row) for one in every} <= timed
+    assert len({(one.chip, one.operator, one.row) for one in every}) == len(every)
+    assert predictions.of_device("NVIDIA B200")
+
+
 def test_a_failure_says_how_to_repeat_it() -> None:
     tally = verify.Tally("mla", "cute", chosen=False, reason="")
     text = verify.failure(verify.Options(), tally, Outcome("real-mla-16", Status.HUNG, "not done after 300 s"))

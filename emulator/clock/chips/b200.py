@@ -28,7 +28,6 @@ BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, know
     "distant_latency": Known(200, "before: HPMLL, 181 to 207 on an H800; an H100 has 192"),
     "cluster_barrier": Known(190, "before: derived from distant_latency; an H100 has 72"),
     "overlapped_us": Known(0.96, "before: pegainfer issue 569; an H100 has 0.82"),
-    "gpu_fence": Known(0, "before: fences cost nothing; an H200 has 307"),
     "matrix_flops": Known(8192, "umma: m128n256k16 every 128 cycles"),
     "hbm_latency": Known(1150, "tma: 1100 to 1200 by LDGSTS, all SMs loaded"),
     "tensor_move_bytes": Known(128, "assumed: 32 lanes of 4 bytes for each of an SM's four parts; no source was found"),

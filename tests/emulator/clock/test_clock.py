@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 from ptx_kernels import text
 
-from emulator.clock import grid, report, timeline
+from emulator.clock import grid, picture, report, timeline
 from emulator.clock.chips import CHIPS, chip_of
 from emulator.clock.machine import ClockMachine, time_of
-from emulator.errors import Unsupported
+from emulator.clock.spins import INDEX, NOT_TAKEN, last_turns, spins_of
+from emulator.errors import HostError, Unsupported
 from emulator.host.launch import Launch, Parameter, Region
+from emulator.machine.launch import load
 
 CHIP = CHIPS["H200"]
 ARCH = "sm_90a"
@@ -229,6 +231,96 @@ def test_the_timeline_has_the_waits(tmp_path):
     assert longest["tid"] == 1
 
 
+def waits_for_a_flag(before, after, turns=""):
+    """CTA 1 has a chain and sets a flag, for which CTA 0 waits and then has another chain."""
+    return f"""
+ld.param.b64 %rd0, [p0];
+mov.u32 %r0, %ctaid.x;
+setp.eq.u32 %p0, %r0, 0;
+@%p0 bra WAITS;
+{chain(before, dependent=True)}
+st.release.gpu.global.b32 [%rd0], 1;
+ret;
+WAITS:
+{turns}
+AGAIN:
+ld.acquire.gpu.global.b32 %r1, [%rd0];
+setp.eq.u32 %p1, %r1, 0;
+@%p1 bra AGAIN;
+{chain(after, dependent=True)}
+"""
+
+
+def test_a_cta_that_waits_for_a_flag_goes_on_when_it_is_set():
+    def cycles(before, after):
+        return clocked(waits_for_a_flag(before, after), np.zeros(1, np.int32), grid=2).cycles
+
+    base = cycles(200, 50)
+    latency = CHIP["fma_latency"]
+    assert base > 250 * latency + CHIP["l2_latency"]
+    assert cycles(280, 50) - base == pytest.approx(80 * latency, abs=2)
+    assert cycles(200, 150) - base == pytest.approx(100 * latency, abs=2)
+
+
+def test_of_a_loop_that_waits_for_a_flag_one_turn_is_left():
+    time = clocked(waits_for_a_flag(200, 100), np.zeros(1, np.int32), grid=2)
+    (spin,) = spins_of(time.recorded.program)
+    entries, events = time.recorded.classes[0][0][0]
+    turns = (entries & INDEX == spin.load).sum()
+    assert turns > 1, "the emulator ran the other CTA first"
+    kept, left = last_turns(entries, events, (spin,))
+    assert (kept & INDEX == spin.load).sum() == (left["index"] == spin.load).sum() == 1
+    assert entries.size - kept.size == (turns - 1) * (spin.last - spin.first + 1)
+    assert events.size - left.size == turns - 1
+    # The last turn does not branch back, and what comes behind it is there.
+    assert kept[kept & INDEX == spin.last] >= NOT_TAKEN
+    assert kept[-100:].tolist() == entries[-100:].tolist()
+
+
+def test_loops_that_work_are_no_waits_for_flags():
+    others = [
+        waits_for_a_flag(1, 1).replace("ld.acquire.gpu.global", "ld.global"),
+        waits_for_a_flag(1, 1).replace("setp.eq.u32 %p1", "st.shared.b32 [%r0], %r1;\nsetp.eq.u32 %p1"),
+        waits_for_a_flag(1, 1).replace("@%p1 bra AGAIN", "bra AGAIN"),
+        behind(1),
+    ]
+    for body in others:
+        assert spins_of(load(text(body, 1, ARCH), "k")[1]) == ()
+
+
+def test_the_picture_has_the_waits_of_the_window(tmp_path):
+    from xml.etree import ElementTree
+
+    file, time = tmp_path / "timeline.svg", clocked(behind(100), block=64)
+    (wait,) = [bar for bar in picture.bars(time, (0, time.cycles)) if bar.name == "an mbarrier"]
+    assert (wait.row, wait.last - wait.first > 100 * CHIP["fma_latency"]) == (1, True)
+
+    def drawn(window=None):
+        """Where the wait is drawn, in pixels."""
+        picture.write(time, file, window)
+        colour = picture.COLOURS["an mbarrier"]
+        rects = [one for one in ElementTree.parse(file).iter() if one.get("fill") == colour]
+        assert len(rects) == 2  # and its colour in the legend
+        return float(rects[1].get("x")), float(rects[1].get("width"))
+
+    room = picture.WIDTH - picture.LEFT - picture.RIGHT
+    x, width = drawn()
+    assert width == pytest.approx(room * (wait.last - wait.first) / time.replayed.cycles, abs=0.1)
+    assert x == pytest.approx(picture.LEFT + room * wait.first / time.replayed.cycles, abs=0.1)
+    # Half of the wait fills the picture of that half.
+    middle, last = ((wait.first + wait.last) / 2, wait.last)
+    x, width = drawn((CHIP.microseconds(middle), CHIP.microseconds(last)))
+    assert (x, width) == (picture.LEFT, pytest.approx(room, abs=2))
+    with pytest.raises(HostError, match="nothing happens"):
+        picture.draw(time, (1e6, 2e6))
+
+
+def test_waits_for_one_thing_are_drawn_as_one():
+    parts = [(0, 0, 10, "wgmma"), (0, 11, 20, "wgmma"), (0, 21, 30, "an mbarrier"), (1, 21, 30, "an mbarrier")]
+    found = list(picture.merged([picture.Bar(*one) for one in parts], 1))
+    assert found == [picture.Bar(*one) for one in [(0, 0, 20, "wgmma"), *parts[2:]]]
+
+
 def test_a_chip_with_other_numbers_is_another_chip():
     time = clocked(chain(100, dependent=True))
     slower = time_of(time.recorded, CHIP.with_values(fma_latency=8))
@@ -264,8 +356,10 @@ def test_clusters_are_chosen_all_over_the_grid():
 def test_idle_clusters_leave_their_share_to_the_others():
     layout = grid.Layout(clusters=74, groups=74, slots=1, members=2)
     # The last of seven shares has ten of 74 clusters.
-    assert grid.at_work(layout, [1000, 990, 1000, 1000, 1000, 1000, 20]) == 128
-    assert grid.at_work(layout, [1000, 500, 1000]) == 148
+    assert grid.at_work(layout, [1000] * 6 + [0]) == 128
+    # Half of them have half as much to do as the others, and are at work for half of the time.
+    assert grid.at_work(layout, [1000, 500]) == 111
+    assert grid.at_work(layout, [700, 700, 700]) == 148
     # Where other clusters follow, none is idle for long.
     assert grid.at_work(grid.Layout(clusters=148, groups=74, slots=1, members=2), [1000, 20]) == 148
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.clock.on_chip`: times kernels of others on this machine's Hopper GPU.
+
+The rows are those of measured.ON_HOPPER. Each is compiled and timed in a process of its own, so that one that fails
+costs no other. Compilers run side by side, and timings one by one. Launches are replayed in a CUDA graph over operands
+that L2 does not hold. The lines go to docs/data/hopper-peers.jsonl, which the clock is compared with.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from dsl_backend.providers import Launch
+
+from .. import timing
+from .measured import ON_HOPPER
+from .peers import OF_EXAMPLES, RUNS, Run
+from .stand_in import EXAMPLES, PEERS, ready
+
+CHIPS = ("H100", "H200")
+PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels")
+LEAST_SAMPLES = 5
+NOTHING = torch.empty(0)
+
+
+def chip_of(device: str) -> str:
+    """The chip of a GPU's name.
+
+    Raises:
+        KeyError: it is none of Hopper's.
+    """
+    found = [chip for chip in CHIPS if re.search(rf"\b{chip}\b", device)]
+    if len(found) != 1:
+        raise KeyError(device)
+    return found[0]
+
+
+def timed(operator: str, row: str, seconds: float, device: torch.device) -> dict[str, Any]:
+    """A row's time on a device."""
+    with device:
+        before = allocated(device)
+        runs: list[Run] = [RUNS[operator](row)]
+        layers = timing.layers_needed(allocated(device) - before, timing.l2_bytes(device))
+        runs += [RUNS[operator](row) for _ in range(layers - 1)]
+        for run in runs:
+            run()
+        timing.synchronize(device)
+        with timing.alone():
+            samples = sampled(timing.make_timer(Launch(partial(launch, runs)), layers, device), seconds)
+    found = timing.summarize(samples)
+    times = {"us": found.median_us, "p10_us": found.p10_us, "p90_us": found.p90_us}
+    rounded = {name: round(us, 2) for name, us in times.items()}
+    return {"operator": operator, "row": row, **rounded, "layers": layers, "samples": found.samples}
+
+
+def launch(runs: Sequence[Run], layer: int) -> torch.Tensor:
+    """Launches a layer. The timer wants a result, which the packages' functions keep to themselves."""
+    runs[layer]()
+    return NOTHING
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def sampled(timer: timing.Timer, seconds: float) -> list[float]:
+    """Samples of that many seconds, after as many that are not counted: the chip's clock rate settles in them."""
+    samples: list[float] = []
+    for _ in range(2):
+        samples, ends = [], time.monotonic() + seconds
+        while len(samples) < LEAST_SAMPLES or time.monotonic() < ends:
+            samples.append(timer.sample())
+    return samples
+
+
+def environment() -> dict[str, Any]:
+    def version_of(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "unknown"
+
+    device = torch.cuda.get_device_name()
+    return {
+        "kind": "environment",
+        "date": datetime.now(UTC).date().isoformat(),
+        "chip": chip_of(device),
+        "device": device,
+        "versions": {package: version_of(package) for package in PACKAGES},
+        "unit": "us",
+    }
+
+
+def attempt(operator: str, row: str, options: argparse.Namespace) -> tuple[str, str]:
+    """A row's line of JSON, or none and the reason."""
+    name = f"{operator} {row}"
+    command = [sys.executable, "-W", "ignore", "-m", f"{__package__}.on_chip", "--one", name]
+    try:
+        done = subprocess.run(
+            [*command, "--seconds", str(options.seconds)],
+            capture_output=True,
+            text=True,
+            timeout=options.limit_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return "", f"{name}: not done in {options.limit_seconds} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return "", f"{name}: failed with status {done.returncode}: {said[:300]}"
+    return lines[-1], ""
+
+
+def every(rows: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[str]:
+    """Lines of JSON as they come; what fails is told on stderr."""
+    yield json.dumps(environment())
+    with ThreadPoolExecutor(options.processes) as pool:
+        for task in as_completed([pool.submit(attempt, operator, row, options) for operator, row in rows]):
+            line, failure = task.result()
+            if failure:
+                print(failure, file=sys.stderr, flush=True)
+            else:
+                yield line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.on_chip", description=__doc__)
+    parser.add_argument("--rows", default="", metavar="REGEX", help="which rows, by operator and name (default: all)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of samples of a row (default: %(default)s)")
+    parser.add_argument("--limit-seconds", type=float, default=180, help="for a row's process (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="rows at once (default: one a core)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines there as well")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    ready(PEERS)
+    # Outputs are not filled first: that would be timed too.
+    torch.use_deterministic_algorithms(False)
+    if options.one:
+        operator, row = options.one.split(" ")
+        found = timed(operator, row, options.seconds, torch.device("cuda"))
+        print(json.dumps({"chip": chip_of(torch.cuda.get_device_name()), **found}))
+        return
+    rows = [
+        (operator, row)
+        for operator, row, _ in ON_HOPPER
+        if re.search(options.rows, f"{operator} {row}") and (operator not in OF_EXAMPLES or (PEERS / EXAMPLES).exists())
+    ]
+    for line in every(rows, options):
+        print(line, flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
