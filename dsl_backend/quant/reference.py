@@ -134,13 +134,13 @@ def unpacked_e2m1(values: torch.Tensor, dtype: torch.dtype = torch.float64) -> t
     return known[codes.long()]
 
 
-def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float = 1.0) -> Quantized:
+def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0) -> Quantized:
     """A matrix of any dtype in MXFP8 or NVFP4; NVFP4's values times block scales times the global scale are x."""
     assert kind.block_columns is not None
     wide = x.float() / global_scale
     rows, columns = wide.shape
     padded = torch.nn.functional.pad(wide, (0, -columns % kind.block_columns))
-    largest = padded.view(rows, -1, kind.block_columns).abs().amax(2)
+    largest = padded.view(rows, padded.shape[1] // kind.block_columns, kind.block_columns).abs().amax(2)
     if kind == NVFP4:
         scale = (largest / E2M1_MAX).clamp(max=448.0).to(kind.scales)
     else:

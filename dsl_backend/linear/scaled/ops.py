@@ -60,9 +60,10 @@ def scaled_linear(
     interleaved: bool,
     batch_invariant: bool,
     kernel: str | None,
+    alpha: torch.Tensor | None = None,
 ) -> torch.Tensor:
     how = how_of(formats, activation, parameters, interleaved, batch_invariant, kernel)
-    return eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, out_scale, how)[0]
+    return eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, out_scale, how, alpha)[0]
 
 
 def scaled_linear_fake(
@@ -122,7 +123,12 @@ SCALED_LINEAR_DYNAMIC = register_op("scaled_linear_dynamic", scaled_linear_dynam
 
 
 def call(
-    x: Quantized, weight: Quantized, bias: torch.Tensor | None, out_scale: torch.Tensor | None, how: How
+    x: Quantized,
+    weight: Quantized,
+    bias: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    how: How,
+    alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `eager.linear`, one node of the graph."""
     name, parameters = encoded(how.activation)
@@ -130,6 +136,6 @@ def call(
     tensors = (x.values, x.scale, weight.values, weight.scale, bias)
     options = (formats, name, parameters, how.interleaved, how.batch_invariant, how.kernel)
     if how.out_kind is None or out_scale is not None:
-        return SCALED_LINEAR(*tensors, out_scale, *options), out_scale
+        return SCALED_LINEAR(*tensors, out_scale, *options, alpha), out_scale
     out, computed = SCALED_LINEAR_DYNAMIC(*tensors, *options)
     return out, computed
