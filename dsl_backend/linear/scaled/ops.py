@@ -2,7 +2,8 @@
 """Linear layers of quantised operands as operators, each one node for torch.compile.
 
 `torch.ops.dsl_backend.scaled_linear` returns the output, `scaled_linear_nvfp4` that of operands in NVFP4, and
-`scaled_linear_dynamic` the output and the scales that it computed. Formats travel as their names: x's, the weight's, the output's or nothing, and the dtype, with commas between.
+`scaled_linear_dynamic` the output and the scales that it computed. Formats travel as their names: x's, the weight's,
+the output's or nothing, and the dtype, with commas between.
 """
 
 import torch
