@@ -74,6 +74,14 @@ def mma_tensors(case: ScaledCase, kind: ScaledFormat) -> tuple[Tensors, Tensors,
     return Tensors(*stored, plain.bias, None), Tensors(*meant, plain.bias, None), alpha
 
 
+def operands_of(case: ScaledCase) -> tuple[Tensors, Tensors, torch.Tensor | None]:
+    """The tensors of a case, what they stand for, and NVFP4's product of global scales."""
+    if case.spec.x.swizzled:
+        return mma_tensors(case, case.spec.x)
+    given = tensors(case, "cpu")
+    return given, given, None
+
+
 def whole_scale(budget: Budget) -> torch.Tensor:
     """NVFP4's scale of a whole matrix: its largest magnitude has the largest block scale."""
     return (budget.exact.abs().amax() / (E2M1_MAX * 448)).float().view(1)
@@ -125,11 +133,7 @@ def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
 def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     """Compile, run on the emulator, judge; any finding or warning raises."""
     case, spec = one.case, one.case.spec
-    alpha = None
-    if spec.x.swizzled:
-        given, meant, alpha = mma_tensors(case, spec.x)
-    else:
-        given = meant = tensors(case, "cpu")
+    given, meant, alpha = operands_of(case)
     budget = budget_of(case, meant)
     assert one.config.objections(spec, SMEM_BYTES) == []
     out, out_scale, out_global = outputs(case, spec, given.out_scale, budget)
