@@ -27,7 +27,7 @@ from dsl_backend.quant.format import (
     TENSOR_SCALED,
     ScaledFormat,
 )
-from dsl_backend.quant.reference import Quantized, mma_quantized, quantized
+from dsl_backend.quant.reference import Quantized, in_mxfp8, mma_quantized, quantized
 
 __all__ = [
     "BLOCK_SCALED",
@@ -43,6 +43,7 @@ __all__ = [
     "Geglu",
     "Quantized",
     "Swiglu",
+    "in_mxfp8",
     "mma_quantized",
     "quantized",
     "scaled_linear",
