@@ -17,6 +17,7 @@ from scaled_cases_sm100 import (
     Emulated,
     emulate,
     random_emulated,
+    random_few,
 )
 
 import emulator
@@ -69,6 +70,13 @@ def marks(seed: int) -> tuple[pytest.MarkDecorator, ...]:
 )
 def test_fuzz(seed: int) -> None:
     emulate(random_emulated(seed), SCHEDULES[seed % 3], seed)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=marks(seed)) for seed in range(FUZZED + FUZZED_IN_REST + FUZZED_IN_FULL)]
+)
+def test_fuzz_of_few_rows(seed: int) -> None:
+    emulate(random_few(seed), SCHEDULES[seed % 3], seed)
 
 
 @pytest.mark.parametrize("place", [pytest.param(0), pytest.param(1, marks=pytest.mark.rest)])
