@@ -26,8 +26,10 @@ from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
+from dsl_backend.gemm.sm100.configs import ScaledSmallMConfig
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.scaled import dispatch
+from dsl_backend.linear.scaled.cute import host
 from dsl_backend.quant.format import MXFP8
 from dsl_backend.quant.reference import dequantized, in_mxfp8, mma_dequantized
 from dsl_backend.runtime.target import from_arch
@@ -122,6 +124,17 @@ def test_bound_by_the_table() -> None:
         launch = bind(spec, Rows(one.case.rows), from_arch("sm_100a"), Workspace(torch.device("cpu")))
         launch(ScaledOperands(given.x.values, given.x.scale, given.weight.values, given.weight.scale, None, out))
     check_outputs(one.case, Outputs(out, None), budget_of(one.case, given))
+
+
+def test_few_rows_have_tiles_of_their_own() -> None:
+    """But not where a row's bits must not depend on the others: stream-K splits sums by the number of tiles."""
+    target = from_arch("sm_100a")
+    (case,) = (one.case for one in CASES if one.id == "rows")
+    spec = replace(case, n=4096, k=4096).spec
+    assert isinstance(host.chosen(spec, 1, target).config, ScaledSmallMConfig)
+    assert not isinstance(host.chosen(spec, 300, target).config, ScaledSmallMConfig)
+    invariant = replace(spec, batch_invariant=True)
+    assert not any(isinstance(one.config, ScaledSmallMConfig) for one in host.choices(invariant, target))
 
 
 def test_objections() -> None:

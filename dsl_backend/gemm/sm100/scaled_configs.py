@@ -42,7 +42,9 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
 def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig | ScaledSmallMConfig]:
     """The tiles that fit a problem, each with as many stages as fit."""
     found: list[GemmConfig | ScaledSmallMConfig] = []
-    for tiles in (*SCALED_SMALL_M, *tiles_of(spec)):
+    # Where stream-K splits a sum depends on the number of tiles.
+    few: tuple[ScaledSmallMConfig, ...] = () if spec.batch_invariant else SCALED_SMALL_M
+    for tiles in (*few, *tiles_of(spec)):
         tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
         found += [config for config in tried if not config.objections(spec, smem_bytes)][:1]
     return found
