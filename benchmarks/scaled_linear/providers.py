@@ -179,9 +179,10 @@ def deep_gemm_product(problem: Problem, inputs: Inputs) -> Product:
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
     rows = problem.spec.weight_rows
-    out = torch.empty((problem.m, rows), dtype=torch.bfloat16, device=inputs.layers[0].x.values.device)
 
     def product(layer: Layer) -> torch.Tensor:
+        # One for each layer: results are compared when all layers have run.
+        out = torch.empty((problem.m, rows), dtype=torch.bfloat16, device=layer.x.values.device)
         fp8_gemm_nt(layer.x[:2], layer.weight[:2], out, is_deep_gemm_e8m0_used=False)
         return out
 

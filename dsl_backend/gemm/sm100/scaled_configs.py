@@ -42,9 +42,10 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
 def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig | ScaledSmallMConfig]:
     """The tiles that fit a problem, each with as many stages as fit."""
     found: list[GemmConfig | ScaledSmallMConfig] = []
-    # Where stream-K splits a sum depends on the number of tiles.
-    few: tuple[ScaledSmallMConfig, ...] = () if spec.batch_invariant else SCALED_SMALL_M
-    for tiles in (*few, *tiles_of(spec)):
+    every: list[GemmConfig | ScaledSmallMConfig] = [*tiles_of(spec)]
+    if not spec.batch_invariant:  # where stream-K splits a sum depends on the number of tiles
+        every = [*SCALED_SMALL_M, *every]
+    for tiles in every:
         tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
         found += [config for config in tried if not config.objections(spec, smem_bytes)][:1]
     return found

@@ -12,8 +12,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from dsl_backend.gemm.args import ScaledArgs, StreamKScratch
-from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.args import ScaledArgs
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.scaled_small_m import ScaledSmallMBase, ScaledSmallMParams
 from dsl_backend.gemm.sizes import BLOCK_BYTES
@@ -73,7 +72,7 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
         """Launch; see `args.scaled_launch_args`. The CTAs need not run at the same time."""
         self.launch(self.params(args.operands, args.scratch), self.ctas(args), stream)
 
-    def params(self, operands: ScaledOperands, scratch: StreamKScratch | None) -> FactorParams:
+    def params(self, operands, scratch):
         """The kernel's, with TMA descriptors."""
         base = super().params(operands, scratch)
         factors = (None,) * 4
@@ -81,18 +80,20 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
             load = cpasync.CopyBulkTensorTileG2SOp()
             copies = [factors_copy(scale, load, self.atoms) for scale in (operands.x_scale, operands.weight_scale)]
             factors = (*copies[0], *copies[1])
-        return FactorParams(*(getattr(base, field.name) for field in fields(base)), *factors, operands.alpha)
+        values = [getattr(base, field.name) for field in fields(base)]
+        return FactorParams(*values, *factors, operands.alpha)
 
     def tiled_mma(self):
         """None: `mma` needs the addresses of stages alone."""
 
-    def begin(self, params: FactorParams, smem: cutlass.utils.SmemAllocator) -> StreamKWork:
+    def begin(self, params, smem):
         """The base's, with the stages of scale factors."""
         work = super().begin(params, smem)
         if not self.atoms:
             return work
         stages = factor_stages(smem, self.atoms, 3, self.stages)
-        return FactorWork(*(getattr(work, field.name) for field in fields(work)), stages)
+        values = [getattr(work, field.name) for field in fields(work)]
+        return FactorWork(*values, stages)
 
     @cute.jit
     def load_weights(
