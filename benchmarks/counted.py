@@ -4,7 +4,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,18 @@ CHILD = "--child"
 Kernel = dict[str, Any]
 
 
-def profiled(run: Callable[[], object], arch: str, sms: int) -> list[Kernel]:
-    """The kernels of one run, from the emulator's profile."""
+def profiled(run: Callable[[], object], arch: str, sms: int, tensors: Sequence[Any] = ()) -> list[Kernel]:
+    """The kernels of one run, from the emulator's profile.
+
+    Args:
+        tensors: that kernels are given by their addresses alone.
+    """
     import emulator
     from emulator.profile import summary
 
     with emulator.device(arch, sms=sms, schedule="eager") as device:
+        for tensor in tensors:
+            device.register(tensor)
         run()
     profile: Any = device.profile
     kernels: list[Kernel] = json.loads(summary(profile).to_json())["kernels"]

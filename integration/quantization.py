@@ -24,3 +24,11 @@ CHANNELS: dict[str, Any] = {
 }
 # DeepSeek's and Qwen's: of 128x128 weights, and of 128 columns of a token.
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+# ModelOpt's NVFP4: two e2m1 in a byte, a scale in e4m3 for 16 columns of k, and a scale of each matrix.
+NVFP4: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "group_size": 16,
+    "ignore": ["lm_head"],
+    "producer": {"name": "modelopt"},
+}

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, ScaledFormat
 from dsl_backend.quant.reference import dequantized, quantized
 from dsl_backend.runtime.target import Target
 from integration import offline
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.e2e
 
 SERVED = re.compile(r"dsl serves (\d+) fp8 linear layers \((\w+)\), (\w+)")
 EXPERTS = re.compile(r"dsl serves (\d+) layers of routed experts, (.*?), on ")
+CHANNELS_INPUT, BLOCKS_INPUT = str(ROW_SCALED), str(GROUP_SCALED)
 MOE = ("experts of channels", "experts of blocks")
 
 
@@ -145,6 +146,16 @@ def test_the_log_says_who_serves(outcomes: dict[str, Outcome], name: str) -> Non
     assert ("3", "MergedColumnParallelLinear", "Swiglu") in found, found
     assert ("3", "QKVParallelLinear", "product") in found, found
     assert sum(int(count) for count, kind, _ in found if kind == "RowParallelLinear") == 6, found
+
+
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured"])
+def test_the_log_says_that_mlps_are_linked(outcomes: dict[str, Outcome], name: str) -> None:
+    """Projection, activation and the quantisation of the next projection's input are one layer."""
+    form = BLOCKS_INPUT if name == "blocks" else CHANNELS_INPUT
+    lines = [line for line in outcomes[name].log.splitlines() if "(MergedColumnParallelLinear)" in line]
+    assert lines
+    assert all(f", x {form}, " in line and f", out {form}" in line for line in lines), lines
+    assert "activations behind fp8 layers" not in outcomes[name].log
 
 
 def test_the_log_says_for_which_rows(outcomes: dict[str, Outcome]) -> None:

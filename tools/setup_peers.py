@@ -32,11 +32,12 @@ PINS = ("flash-attn-4==4.0.0b20", "quack-kernels==0.6.3", "einops==0.8.2", "torc
 STAMP = ".set-up"
 # v4.6.0 of NVIDIA/cutlass, whose examples are for the CuTe DSL that is installed, and the digest of those below.
 CUTLASS_COMMIT = "e6233cbac5d7c7a865c19c91cd684ceece19513c"
-CUTLASS_DIGEST = "824cdd81b65660f3e294a361fa510fe44a865a1e6e945f0d2d17f4b1d91bc46d"
+CUTLASS_DIGEST = "0d6e0d1ecd8be39dfae43706889f56ec015fce320a2e577c969481e9c0da23ab"
 CUTLASS_FOLDER = "examples/python/CuTeDSL"
 EXAMPLES = (
     *(f"cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_{step}.py" for step in ("0", "1", "2", "3", "3_1", "4", "5")),
     "cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py",
+    "cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
     "cute/blackwell/kernel/attention/fmha/fmha.py",
     "cute/blackwell/kernel/attention/mla/mla_decode_fp8.py",
     "cute/blackwell/kernel/attention/mla/mla_helpers.py",

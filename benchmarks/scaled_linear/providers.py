@@ -179,9 +179,10 @@ def deep_gemm_product(problem: Problem, inputs: Inputs) -> Product:
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
     rows = problem.spec.weight_rows
-    out = torch.empty((problem.m, rows), dtype=torch.bfloat16, device=inputs.layers[0].x.values.device)
 
     def product(layer: Layer) -> torch.Tensor:
+        # One for each layer: results are compared when all layers have run.
+        out = torch.empty((problem.m, rows), dtype=torch.bfloat16, device=layer.x.values.device)
         fp8_gemm_nt(layer.x[:2], layer.weight[:2], out, is_deep_gemm_e8m0_used=False)
         return out
 
@@ -194,17 +195,32 @@ def deep_gemm(problem: Problem, inputs: Inputs) -> Launch:
 
 
 def flashinfer_objections(problem: Problem) -> Sequence[str]:
-    if problem.spec.x != TENSOR_SCALED or problem.spec.weight != TENSOR_SCALED:
-        return ["is measured with one scale for each operand"]
+    blocked = problem.spec.weight.blocked
+    if not blocked and (problem.spec.x != TENSOR_SCALED or problem.spec.weight != TENSOR_SCALED):
+        return ["is measured with one scale for each operand, and with 128x128 blocks"]
     found = missing("flashinfer", "flashinfer-python") + of_gated(problem)
     if not found and importlib.util.find_spec("flashinfer.gemm") is None:
         found = ["this FlashInfer has no products"]
+    if not found and blocked and torch.cuda.get_device_capability() != (9, 0):
+        found = ["its 128x128 blocks need compute capability 9.0"]
     return found
 
 
 @provider("scaled-linear", name="FlashInfer", objections=flashinfer_objections, package="flashinfer-python")
 def flashinfer(problem: Problem, inputs: Inputs) -> Launch:
-    """`bmm_fp8` with a batch of one, as vLLM calls it."""
+    """`bmm_fp8` with a batch of one, as vLLM calls it; of blocks the product that vLLM has for few rows.
+
+    vLLM gives the latter 16 bits, which it quantises itself; here x is quantised for all peers.
+    """
+    if problem.spec.weight.blocked:
+        from flashinfer.gemm import fp8_blockscale_gemm_sm90
+
+        def of_blocks(layer: Layer) -> torch.Tensor:
+            (x, x_scale, _), (weight, weight_scale, _) = layer.x, layer.weight
+            found: torch.Tensor = fp8_blockscale_gemm_sm90(x, weight, x_scale.t(), weight_scale)
+            return found
+
+        return activated(problem, inputs, of_blocks)
     from flashinfer import bmm_fp8
 
     def product(layer: Layer) -> torch.Tensor:

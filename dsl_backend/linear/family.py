@@ -19,6 +19,7 @@ from dsl_backend.quant.format import (
     BLOCK_SCALED_E8M0,
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
+    NVFP4,
     ROW_SCALED,
     TENSOR_SCALED,
     ScaledFormat,
@@ -41,6 +42,8 @@ def typical_layers(target: Target) -> Mapping[str, LinearSpec | ScaledLinearSpec
         "gpt-oss' SwiGLU": usual(SWIGLU_OAI, interleaved=True, bias=True),
         "SwiGLU, batch invariant": usual(Swiglu(), batch_invariant=True),
         **{f"e4m3 {name}": scaled_layer(target.usual_dtype, *formats) for name, formats in SCALED_LAYERS.items()},
+        # SM100's kernel multiplies it, and has to be named.
+        "NVFP4": scaled_layer(target.usual_dtype, NVFP4, NVFP4, None),
     }
 
 
@@ -56,9 +59,10 @@ SCALED_LAYERS: Mapping[str, tuple[ScaledFormat, ScaledFormat, ScaledFormat | Non
 def scaled_layer(
     dtype: torch.dtype, x: ScaledFormat, weight: ScaledFormat, out: ScaledFormat | None
 ) -> ScaledLinearSpec:
-    """A gate and up projection in e4m3."""
+    """A gate and up projection in 8 or 4 bits."""
+    by_columns = x.blocked and not x.swizzled
     return ScaledLinearSpec(
-        n=14336, k=4096, x=x, weight=weight, dtype=dtype, out=out, activation=Swiglu(), column_major=x.blocked
+        n=14336, k=4096, x=x, weight=weight, dtype=dtype, out=out, activation=Swiglu(), column_major=by_columns
     )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_backend.quant.format import E2M1_MAX, NVFP4, SWIZZLED_ROWS, ScaledFormat
+from dsl_backend.quant.format import E2M1_MAX, MXFP8, NVFP4, SWIZZLED_ROWS, ScaledFormat
 
 # Largest magnitudes below these count as these, so that a row or a group of zeros has a scale: the bounds of vLLM's
 # quantisation kernels.
@@ -134,13 +134,13 @@ def unpacked_e2m1(values: torch.Tensor, dtype: torch.dtype = torch.float64) -> t
     return known[codes.long()]
 
 
-def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float = 1.0) -> Quantized:
+def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0) -> Quantized:
     """A matrix of any dtype in MXFP8 or NVFP4; NVFP4's values times block scales times the global scale are x."""
     assert kind.block_columns is not None
     wide = x.float() / global_scale
     rows, columns = wide.shape
     padded = torch.nn.functional.pad(wide, (0, -columns % kind.block_columns))
-    largest = padded.view(rows, -1, kind.block_columns).abs().amax(2)
+    largest = padded.view(rows, padded.shape[1] // kind.block_columns, kind.block_columns).abs().amax(2)
     if kind == NVFP4:
         scale = (largest / E2M1_MAX).clamp(max=448.0).to(kind.scales)
     else:
@@ -150,6 +150,19 @@ def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float = 1.0
     if kind == NVFP4:
         return Quantized(packed_e2m1(wide.nan_to_num()), swizzled(scale), kind)
     return Quantized(wide.clamp(-kind.largest, kind.largest).to(kind.values), swizzled(scale), kind)
+
+
+def in_mxfp8(matrix: Quantized) -> Quantized:
+    """The same matrix in MXFP8: e4m3 in blocks, 128 columns wide, whose scales are powers of two."""
+    values, scale, kind = matrix
+    rows, columns = values.shape
+    assert kind.block_columns is not None
+    assert kind.scales == MXFP8.scales
+    assert MXFP8.block_columns is not None
+    blocks = -(-columns // MXFP8.block_columns)
+    by_row = scale.contiguous().view(torch.uint8).repeat_interleave(kind.block_rows or max(1, rows), 0)[:rows]
+    by_block = by_row.repeat_interleave(kind.block_columns // MXFP8.block_columns, 1)[:, :blocks]
+    return Quantized(values, swizzled(by_block.contiguous().view(MXFP8.scales)), MXFP8)
 
 
 def mma_dequantized(matrix: Quantized, global_scale: float = 1.0) -> torch.Tensor:

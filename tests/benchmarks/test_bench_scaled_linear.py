@@ -8,8 +8,11 @@ import pytest
 import torch
 
 import benchmarks
+from benchmarks import counted
 from benchmarks.devices import floor_us
+from benchmarks.scaled_linear import model
 from benchmarks.scaled_linear.problems import SCHEMES, Problem, build, reference
+from dsl_backend.quant.format import NVFP4
 from dsl_backend.quant.reference import dequantized
 
 
@@ -49,3 +52,36 @@ def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:
         assert set(cells) == {"dsl", "torch._scaled_mm", "vLLM CUTLASS", "DeepGEMM", "FlashInfer", "Triton"}
         # Who does not run says why.
         assert all(cell["status"] == "ok" or cell["message"] for cell in row["cells"]), row
+
+
+@pytest.mark.parametrize("form", model.FORMATS)
+def test_work_that_the_emulator_counts(form: str) -> None:
+    """A stage has 512 cycles of tensor cores for both formats, and fewer instructions than CUTLASS's (docs)."""
+    pytest.importorskip("cutlass")
+    found = model.rows_of("dsl", form)
+    assert found["cycles: tensor cores"] == (512, 0)
+    assert found["warp instructions"][0] < 110
+
+
+@pytest.mark.skipif(not (counted.THIRDPARTY / "cases_cutlass.py").is_file(), reason="the examples' tests are missing")
+def test_the_work_of_cutlass() -> None:
+    """On the same operands; the child process compares the result."""
+    pytest.importorskip("cutlass")
+    from benchmarks.clock.stand_in import EXAMPLES, PEERS
+
+    if not (PEERS / EXAMPLES / model.EXAMPLE).is_file():
+        pytest.skip("CUTLASS's examples are not there: tools/setup_peers.py gets them")
+    found = model.amounts(counted.in_child(model.MODULE, "cutlass", "mxfp8", "2"))
+    assert found["cycles: tensor cores"] == 2 * 512
+
+
+def test_wrong_results_are_not_counted() -> None:
+    given = model.tensors(NVFP4, 2)
+    with pytest.raises(AssertionError, match="from the product"):
+        model.check(given)
+    exact = model.mma_dequantized(given.x) @ model.mma_dequantized(given.weight).T
+    given.out.copy_(exact)
+    model.check(given)
+    given.out[:, :16] = given.out[:, 16:32]
+    with pytest.raises(AssertionError, match="from the product"):
+        model.check(given)

@@ -11,7 +11,7 @@ from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
-from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig
+from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig, ScaledSmallMConfig
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import E2M1_MAX, NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
 from dsl_backend.quant.reference import (
@@ -53,7 +53,7 @@ class Emulated:
     id: str
     why: str
     case: ScaledCase
-    config: GemmConfig
+    config: GemmConfig | ScaledSmallMConfig
     sms: int = SMS
 
 
@@ -72,6 +72,14 @@ def mma_tensors(case: ScaledCase, kind: ScaledFormat) -> tuple[Tensors, Tensors,
         meant.append(Quantized(mma_dequantized(quantized, global_scale), torch.ones(1), TENSOR_SCALED))
     alpha = torch.tensor([GLOBAL_SCALES[0] * GLOBAL_SCALES[1]]) if kind == NVFP4 else None
     return Tensors(*stored, plain.bias, None), Tensors(*meant, plain.bias, None), alpha
+
+
+def operands_of(case: ScaledCase) -> tuple[Tensors, Tensors, torch.Tensor | None]:
+    """The tensors of a case, what they stand for, and NVFP4's product of global scales."""
+    if case.spec.x.swizzled:
+        return mma_tensors(case, case.spec.x)
+    given = tensors(case, "cpu")
+    return given, given, None
 
 
 def whole_scale(budget: Budget) -> torch.Tensor:
@@ -125,11 +133,7 @@ def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
 def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     """Compile, run on the emulator, judge; any finding or warning raises."""
     case, spec = one.case, one.case.spec
-    alpha = None
-    if spec.x.swizzled:
-        given, meant, alpha = mma_tensors(case, spec.x)
-    else:
-        given = meant = tensors(case, "cpu")
+    given, meant, alpha = operands_of(case)
     budget = budget_of(case, meant)
     assert one.config.objections(spec, SMEM_BYTES) == []
     out, out_scale, out_global = outputs(case, spec, given.out_scale, budget)
@@ -140,6 +144,7 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
         key = scaled_host.key_of(spec, one.config, spec.column_major)
         function = scaled_host.build(scaled_configs.kernel(key), key, from_arch("sm_100a"))
         scaled_host.run(function, one.config, operands, one.sms, workspace)
+    assert not workspace.flags(0).any(), "a flag was left set"
     if spec.out is not None and spec.out.swizzled:
         assert out_scale is not None
         check_blocks(case, Quantized(out, out_scale, spec.out), budget)
@@ -161,6 +166,9 @@ MX = replace(PLAIN, x="mxfp8", weight="mxfp8")
 NV = replace(PLAIN, k=1184, x="nvfp4", weight="nvfp4")
 SCALED_64 = BlockScaledConfig(box_n=64, stages=2)
 SCALED_128 = BlockScaledConfig(box_n=128, stages=2)
+
+FEW = ScaledSmallMConfig(tokens=16, stages=2)
+FEW_32 = ScaledSmallMConfig(tokens=32, stages=2)
 
 CASES = [
     Emulated(id="rows", why="all edges ragged; scales of rows and channels", case=PLAIN, config=ONE_CTA),
@@ -334,6 +342,58 @@ CASES = [
         case=replace(NV, rows=140, n=96, k=544, to="nvfp4", bias=True),
         config=SCALED_64,
     ),
+    # --- few rows: weights are the products' M ---
+    Emulated(
+        id="few", why="ragged edges; CTAs share tiles", case=replace(PLAIN, rows=13, n=528, bias=True), config=FEW
+    ),
+    Emulated(
+        id="few-gated",
+        why="scales of gate and up, alternating rows; two rows of tiles, three stages",
+        case=replace(GATED, rows=37, n=144, interleaved=True, bias=True),
+        config=replace(FEW, tokens=32, stages=3),
+        sms=3,
+    ),
+    Emulated(
+        id="few-tensors",
+        why="one scale each; 128 tokens, which two warpgroups store; float16, e4m3 by a given scale",
+        case=replace(GATED, rows=130, n=80, k=272, to="e4m3-tensor", dtype=torch.float16, **TENSORS),
+        config=replace(FEW, tokens=128),
+        sms=2,
+    ),
+    Emulated(
+        id="few-split",
+        why="a cluster for each tile, each CTA with a part of k",
+        case=replace(PLAIN, rows=13, n=272),
+        config=replace(FEW, num_splits=2),
+        sms=6,
+    ),
+    Emulated(
+        id="few-special",
+        why="NaN, and scales that are NaN, infinite and denormal",
+        case=replace(PLAIN, rows=14, n=144, special=True, special_weights=True),
+        config=FEW,
+    ),
+    Emulated(
+        id="few-mxfp8",
+        why="scale factors of both boxes; the second rows of tiles begins within 128 rows' factors; a bias",
+        case=replace(PLAIN, rows=70, n=272, x="mxfp8", weight="mxfp8", bias=True),
+        config=FEW_32,
+        sms=3,
+    ),
+    Emulated(
+        id="few-nvfp4",
+        why="four 16s of k a product, alpha; CTAs share tiles",
+        case=replace(PLAIN, rows=13, n=400, k=1184, x="nvfp4", weight="nvfp4"),
+        config=FEW_32,
+        sms=3,
+    ),
+    Emulated(
+        id="few-nvfp4-gated",
+        why="scale factors of gate and up, of tokens behind 128 rows",
+        case=replace(GATED, rows=135, n=128, k=800, x="nvfp4", weight="nvfp4", bias=True),
+        config=replace(FEW_32, tokens=64, stages=3),
+        sms=2,
+    ),
 ]
 
 
@@ -361,3 +421,27 @@ def random_emulated(seed: int) -> Emulated:
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
     )
+
+
+def random_few(seed: int) -> Emulated:
+    """A small problem of few rows; the same for the same seed."""
+    draw = random.Random(f"few rows of quantised operands for SM100 {seed}")
+    case = replace(random_case(draw, 320), to=draw.choice(("", "", "e4m3-tensor")))
+    case = replace(case, rows=min(case.rows, draw.choice((1, 16, 40, 150))))
+    tokens, num_splits = draw.choice((16, 32, 64, 128)), 1
+    if draw.random() < 0.5:
+        kind = draw.choice(("mxfp8", "nvfp4"))
+        multiple = 16 if kind == "mxfp8" else 32
+        case = replace(case, k=-(-case.k // multiple) * multiple, interleaved=False, pad_weight=0, special=False)
+        case = replace(case, x=kind, weight=kind, row_major=False, special_weights=False, to="")
+        tokens = draw.choice((32, 64))
+        if case.activation is not None:
+            case = replace(case, n=-(-case.n // 128) * 128)
+    elif scaled_format(case.x).blocked:
+        case = replace(case, x="e4m3-row", weight="e4m3-row", row_major=False)
+    if case.k > 256 and draw.random() < 0.3 and tokens < 128 and not case.spec.x.swizzled:
+        num_splits = 2
+    config = ScaledSmallMConfig(tokens=tokens, stages=draw.randint(2, 4), num_splits=num_splits)
+    # Clusters run all at once.
+    sms = 12 if num_splits > 1 else draw.choice((2, 3, 5))
+    return Emulated(id=f"few-fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=sms)

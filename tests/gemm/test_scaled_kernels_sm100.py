@@ -11,19 +11,27 @@ pytest.importorskip("cutlass")
 from scaled_cases_sm100 import (
     CASES,
     PROMOTED,
+    SCALED_64,
     SCALED_128,
     SMEM_BYTES,
     Emulated,
     emulate,
     random_emulated,
+    random_few,
 )
 
 import emulator
 from dsl_backend.errors import Unsupported
+from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.sm100 import scaled_configs
+from dsl_backend.gemm.sm100.configs import ScaledSmallMConfig
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.scaled import dispatch
+from dsl_backend.linear.scaled.cute import host
+from dsl_backend.quant.format import MXFP8
+from dsl_backend.quant.reference import dequantized, in_mxfp8, mma_dequantized
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.scaled import Outputs, budget_of, check_outputs, tensors
@@ -66,6 +74,33 @@ def test_fuzz(seed: int) -> None:
     emulate(random_emulated(seed), SCHEDULES[seed % 3], seed)
 
 
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=marks(seed)) for seed in range(FUZZED + FUZZED_IN_REST + FUZZED_IN_FULL)]
+)
+def test_fuzz_of_few_rows(seed: int) -> None:
+    emulate(random_few(seed), SCHEDULES[seed % 3], seed)
+
+
+@pytest.mark.parametrize("place", [pytest.param(0), pytest.param(1, marks=pytest.mark.rest)])
+def test_blocks_of_powers_of_two_through_mxfp8(place: int) -> None:
+    """The tensor cores apply scales of 1x128 groups and 128x128 blocks, each as four scale factors."""
+    name, config = (("mxfp8", SCALED_64), ("mxfp8-gated", SCALED_128))[place]
+    (like,) = (one.case for one in CASES if one.id == name)
+    case = replace(like, x="e4m3-1x128-e8m0", weight="e4m3-128x128-e8m0")
+    given = tensors(case, "cpu")
+    x, weight = in_mxfp8(given.x), in_mxfp8(given.weight)
+    for stored, meant in ((x, given.x), (weight, given.weight)):
+        assert mma_dequantized(stored).equal(dequantized(meant))
+    spec, out = replace(case.spec, x=MXFP8, weight=MXFP8, column_major=False), torch.zeros(case.rows, case.n)
+    out = out.to(case.dtype)
+    with emulator.device(arch="sm_100a", sms=2, schedule=SCHEDULES[place], strict=True):
+        key = scaled_host.key_of(spec, config, False)
+        function = scaled_host.build(scaled_configs.kernel(key), key, from_arch("sm_100a"))
+        operands = ScaledOperands(x.values, x.scale, weight.values, weight.scale, given.bias, out)
+        scaled_host.run(function, config, operands, 2, Workspace(torch.device("cpu")))
+    check_outputs(case, Outputs(out, None), budget_of(case, given))
+
+
 def test_ids_are_unique() -> None:
     assert len({one.id for one in CASES}) == len(CASES)
 
@@ -89,6 +124,17 @@ def test_bound_by_the_table() -> None:
         launch = bind(spec, Rows(one.case.rows), from_arch("sm_100a"), Workspace(torch.device("cpu")))
         launch(ScaledOperands(given.x.values, given.x.scale, given.weight.values, given.weight.scale, None, out))
     check_outputs(one.case, Outputs(out, None), budget_of(one.case, given))
+
+
+def test_few_rows_have_tiles_of_their_own() -> None:
+    """But not where a row's bits must not depend on the others: stream-K splits sums by the number of tiles."""
+    target = from_arch("sm_100a")
+    (case,) = (one.case for one in CASES if one.id == "rows")
+    spec = replace(case, n=4096, k=4096).spec
+    assert isinstance(host.chosen(spec, 1, target).config, ScaledSmallMConfig)
+    assert not isinstance(host.chosen(spec, 300, target).config, ScaledSmallMConfig)
+    invariant = replace(spec, batch_invariant=True)
+    assert not any(isinstance(one.config, ScaledSmallMConfig) for one in host.choices(invariant, target))
 
 
 def test_objections() -> None:

@@ -11,13 +11,19 @@ pytest.importorskip("cutlass")
 from scaled_cases_sm100 import CASES, Emulated, emulate
 
 from dsl_backend.gemm import scaled_host
-from dsl_backend.gemm.sm100 import block_scaled_gemm, promoted_gemm, scaled_configs, scaled_gemm
+from dsl_backend.gemm import scaled_small_m as scaled_small
+from dsl_backend.gemm.sm100 import block_scaled_gemm, promoted_gemm, scaled_configs, scaled_gemm, scaled_small_m
 from dsl_backend.primitives import narrow_mma
 from dsl_backend.runtime import toolkit
 from emulator.errors import EmulatorError, HostError
 from tests.attention.mistakes import Mistake, spoilt
 
-CLASSES = {block_scaled_gemm: "BlockScaledGemm", promoted_gemm: "PromotedGemm", scaled_gemm: "ScaledGemm"}
+CLASSES = {
+    block_scaled_gemm: "BlockScaledGemm",
+    promoted_gemm: "PromotedGemm",
+    scaled_gemm: "ScaledGemm",
+    scaled_small_m: "ScaledSmallMGemm",
+}
 BY_ID = {one.id: one for one in CASES}
 MISTAKES = (
     ("mxfp8", Mistake("factors of the first 32 of k for all", narrow_mma, "scale_id = step if", "scale_id = 0 if")),
@@ -48,6 +54,30 @@ MISTAKES = (
         "blocks",
         Mistake("the next group's scales", promoted_gemm, "sums, (scale_0, scale_1))", "sums, (next_0, next_1))"),
     ),
+    (
+        "few-mxfp8",
+        Mistake("few: the first box's factors twice", scaled_small_m, "address + (1 + box) * each", "address + each"),
+    ),
+    (
+        "few-mxfp8",
+        Mistake(
+            "few: factors of the first 32 of 128 rows", scaled_small_m, "first_row % ATOM_ROWS // FACTOR_ROWS", "0"
+        ),
+    ),
+    (
+        "few-nvfp4",
+        Mistake(
+            "few: factors' bytes are not awaited",
+            scaled_small_m,
+            "self.stage_bytes += 3 * self.atoms * SCALE_ATOM_BYTES",
+            "pass",
+        ),
+    ),
+    (
+        "few-nvfp4-gated",
+        Mistake("few: gate's factors for up", scaled_small_m, "n_tile + i * (params.mOut.shape[1]", "n_tile + 0 * (i"),
+    ),
+    ("few", Mistake("few: the other box's scale", scaled_small, "of_column[2] * x_scale", "of_column[3] * x_scale")),
     ("nvfp4-to-nvfp4", Mistake("scales of the next 32 rows", scaled_gemm, "row % 32 * 16", "(row + 1) % 32 * 16")),
 )
 QUICK = "the next group's scales"
@@ -79,6 +109,8 @@ def test_mistake_is_found(case: str, mistake: Mistake, tmp_path: Path, monkeypat
     elif mistake.module is scaled_gemm:
         for name in ("stage_out", "block_scale", "store_scale"):
             monkeypatch.setattr(scaled_gemm.ScaledGemm, name, getattr(module.ScaledGemm, name))
+    elif mistake.module is scaled_small:
+        monkeypatch.setattr(scaled_small.ScaledSmallMBase, "sums", module.ScaledSmallMBase.sums)
     else:
         spoilt_class = getattr(module, CLASSES[mistake.module])
         monkeypatch.setattr(scaled_configs, "kernel", lambda key: spoilt_class)

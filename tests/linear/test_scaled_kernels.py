@@ -126,3 +126,29 @@ def test_what_dispatch_says_of_a_target(arch: str, objection: str) -> None:
 def test_which_kernel_dispatch_chooses(arch: str, kernel: str) -> None:
     spec = ScaledLinearSpec(n=64, k=128, x=ROW_SCALED, weight=ROW_SCALED)
     assert dispatch.choose(spec, targets.from_arch(arch)).name == kernel
+
+
+def test_sums_of_four_blocks_have_a_budget_of_their_own() -> None:
+    """SM90's kernels may add 512 columns at once where scales are those of rows."""
+    case = ScaledCase(rows=78, n=224, k=1344)
+    given = scaled.tensors(case, "cpu")
+    narrow, wide = (scaled.budget_of(case, given, 14, every).error for every in (128, 512))
+    assert (wide > 1.5 * narrow).all()
+    assert [scaled.promoted_every(case, kernel) for kernel in (None, "cute-sm90", "triton")] == [512, 512, 128]
+    assert scaled.promoted_every(replace(case, x=scaled.GROUPS, weight=scaled.BLOCKS), None) == 128
+
+
+def test_results_at_the_largest_number_may_overflow_or_not() -> None:
+    exact = torch.tensor([65510.0, -65530.0, 65510.0, 65000.0, 80000.0], dtype=torch.float64)
+    error = torch.tensor([30.0, 30.0, 1.0, 30.0, 30.0], dtype=torch.float64)
+    found = torch.tensor([torch.inf, -65504.0, torch.inf, torch.inf, 65504.0], dtype=torch.float64)
+    settled = scaled.decided(found, exact, error, torch.float16)
+    assert settled[:2].equal(found[:2])
+    assert settled[2:].tolist() == [65510.0, 65000.0, torch.inf]
+
+
+def test_a_row_with_an_infinite_scale_has_short_sums() -> None:
+    case = ScaledCase(rows=14, n=48, k=272, special=True)
+    x = scaled.tensors(case, "cpu").x
+    (row, _) = x.scale.isinf().nonzero().flatten().tolist()
+    assert set(x.values[row].float().nonzero().flatten().tolist()) <= {0, 128, 256}

@@ -4,7 +4,7 @@
 import importlib
 import logging
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -566,8 +566,107 @@ class Conditional(MLP):
         rows = x.shape[0]
         if rows:
             x, _ = self.gate_up_proj(x)
-            x = maybe_fused_act_quant(self.act_fn, x, self.down_proj)  # noqa: F821
+            x = maybe_fused_act_quant(self.act_fn, x, self.down_proj)
         return self.down_proj(x)[0] if residual is None else self.down_proj(x)[0] + residual
+
+
+def maybe_fused_act_quant(act_fn: Any, x: Any, linear: Any) -> Any:
+    """As vLLM's with an activation that it does not know."""
+    return act_fn(x)
+
+
+under_another_name = maybe_fused_act_quant
+as_a_module = ModuleType("fused_act_quant")
+as_a_module.maybe_fused_act_quant = maybe_fused_act_quant  # type: ignore[attr-defined]
+
+
+class Asked(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """As LlamaMLP from vLLM 0.32 on."""
+        x, _ = self.gate_up_proj(x)
+        x = maybe_fused_act_quant(self.act_fn, x, self.down_proj)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class AskedInOneLine(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        gate_up = self.gate_up_proj(x)[0]
+        return self.down_proj(maybe_fused_act_quant(self.act_fn, gate_up, self.down_proj))[0]
+
+
+class AskedByKeywords(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        x = maybe_fused_act_quant(self.act_fn, linear=self.down_proj, x=x)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class AskedByAnotherName(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        x = under_another_name(self.act_fn, x, self.down_proj)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class AskedOfAModule(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        x = as_a_module.maybe_fused_act_quant(self.act_fn, x, self.down_proj)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class AskedAndChanged(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        x = maybe_fused_act_quant(self.act_fn, x, self.down_proj) + 1
+        x, _ = self.down_proj(x)
+        return x
+
+
+class AskedOfRows(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """The first row of what the activation returns."""
+        x, _ = self.gate_up_proj(x)
+        return self.down_proj(maybe_fused_act_quant(self.act_fn, x, self.down_proj)[0])
+
+
+class AskedAndKept(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        x, _ = self.gate_up_proj(x)
+        y = maybe_fused_act_quant(self.act_fn, x, self.down_proj)
+        x, _ = self.down_proj(y)
+        return x + y.mean()
+
+
+class AskedAndUsed(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """The layer is used twice, and named to vLLM's function beside."""
+        x, _ = self.gate_up_proj(x)
+        x = maybe_fused_act_quant(self.act_fn, x, self.down_proj)
+        y = self.down_proj(x)[0]
+        return y + self.down_proj.weight.mean()
+
+
+class AskedForAnother(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """The activation is the argument, and not what is called."""
+        x, _ = self.gate_up_proj(x)
+        x = maybe_fused_act_quant(self.other, self.act_fn, self.down_proj)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class AskedOfItself(MLP):
+    def forward(self, x):  # type: ignore[no-untyped-def]
+        """A method of the model's own may do anything."""
+        x, _ = self.gate_up_proj(x)
+        x = self.maybe_fused_act_quant(self.act_fn, x, self.down_proj)
+        x, _ = self.down_proj(x)
+        return x
 
 
 class Helper(MLP):
@@ -668,9 +767,24 @@ class Options(MLP):
         return self.act_fn(x, inplace=True)
 
 
-@pytest.mark.parametrize("kind", [MLP, Inner, Nested, Conditional, Helper, Inherited])
+ASKED = [Asked, AskedInOneLine, AskedByKeywords, AskedByAnotherName, AskedOfAModule]
+ASKED_OTHERWISE = [AskedAndChanged, AskedOfRows, AskedAndKept, AskedAndUsed, AskedForAnother, AskedOfItself]
+
+
+@pytest.mark.parametrize("kind", [MLP, Inner, Nested, Conditional, Helper, Inherited, *ASKED])
 def test_one_layer(kind: type) -> None:
     assert forward_source.objection(kind, "gate_up_proj", "act_fn") is None
+
+
+@pytest.mark.parametrize("kind", [MLP, Nested, Helper, Inherited, *ASKED])
+def test_the_activation_and_the_layer_behind(kind: type) -> None:
+    assert forward_source.objection(kind, "act_fn", "down_proj") is None
+
+
+@pytest.mark.parametrize("kind", [Conditional, Beside, Crossed, Inner, *ASKED_OTHERWISE])
+def test_an_activation_whose_result_is_used_otherwise(kind: type) -> None:
+    why = forward_source.objection(kind, "act_fn", "down_proj")
+    assert why == f"{kind.__name__} does not just hand act_fn's result to down_proj"
 
 
 @pytest.mark.parametrize(
@@ -690,6 +804,8 @@ def test_one_layer(kind: type) -> None:
         Above,
         Swapped,
         Options,
+        AskedForAnother,
+        AskedOfItself,
     ],
 )
 def test_not_one_layer(kind: type) -> None:
@@ -723,3 +839,17 @@ def test_no_source() -> None:
 def test_vllms_own(module: str, name: str, fusible: bool) -> None:
     kind = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
     assert (forward_source.objection(kind, "gate_up_proj", "act_fn") is None) == fusible
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("llama", "LlamaMLP"),
+        ("qwen2", "Qwen2MLP"),
+        ("qwen3_moe", "Qwen3MoeMLP"),
+        ("deepseek_v2", "DeepseekV2MLP"),
+    ],
+)
+def test_vllms_own_activations(module: str, name: str) -> None:
+    kind = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+    assert forward_source.objection(kind, "act_fn", "down_proj") is None

@@ -40,6 +40,11 @@ from dsl_backend.vllm_plugin.scaled_linears.kernels import BlockScaledKernel, Ha
 from integration.quantization import CHANNELS
 from tests.vllm_plugin.test_fused_mlp import engine, model_of
 
+try:
+    from vllm.model_executor.layers.fusion import fused_act_quant
+except ImportError:
+    fused_act_quant = None  # type: ignore[assignment]
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 BF16 = torch.bfloat16
@@ -107,6 +112,16 @@ class MLP(nn.Module):
         return x
 
 
+class Asked(MLP):
+    """As LlamaMLP from vLLM 0.32 on: the next layer is asked which inputs it takes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        x = fused_act_quant.maybe_fused_act_quant(self.act_fn, x, self.down_proj)
+        x, _ = self.down_proj(x)
+        return x
+
+
 def exact_of(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     """Of the dequantised weights, with nothing else rounded."""
     both = x.double() @ mlp.wide["gate_up_proj"].T
@@ -117,6 +132,11 @@ def exact_of(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 NAMES = ("gate_up_proj", "down_proj")
+
+
+def needs_fused_act_quant(kind: type[MLP]) -> None:
+    if kind is Asked and fused_act_quant is None:
+        pytest.skip("this vLLM does not ask the next layer")
 
 
 class Between(MLP):
@@ -184,13 +204,14 @@ def by_hand(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
     return layer((nn.functional.silu(gate) * up), "down_proj")
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kind", "bias"), [(MLP, False), (MLP, True), (Asked, False)])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_results_within_twice_vllms_own_error(caplog: Any, scheme: str, bias: bool) -> None:
+def test_results_within_twice_vllms_own_error(caplog: Any, scheme: str, kind: type[MLP], bias: bool) -> None:
     if scheme == "blocks" and bias:
         pytest.skip("by_hand has no bias")
+    needs_fused_act_quant(kind)
     x = x_of(37)
-    theirs, ours = MLP(scheme, bias=bias), MLP(scheme, bias=bias)
+    theirs, ours = kind(scheme, bias=bias), kind(scheme, bias=bias)
     said(caplog, model_of(ours))
     assert isinstance(kernel(ours.gate_up_proj), BlockScaledKernel if scheme == "blocks" else RowScaledKernel)
     processed(ours)
@@ -235,10 +256,12 @@ def test_parameters_of_vllm_0_26(caplog: Any, monkeypatch: pytest.MonkeyPatch) -
     assert error(mlp(x_of(3)), exact_of(mlp, x_of(3))) < 0.1
 
 
+@pytest.mark.parametrize("kind", [MLP, Asked])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_what_is_linked_and_said(caplog: Any, scheme: str) -> None:
+def test_what_is_linked_and_said(caplog: Any, scheme: str, kind: type[MLP]) -> None:
     """Gate and up projection, activation and the next quantisation are one launch; a computed scale for all is not."""
-    mlp = MLP(scheme)
+    needs_fused_act_quant(kind)
+    mlp = kind(scheme)
     lines = said(caplog, model_of(mlp))
     link = kernel(mlp.gate_up_proj).link
     assert type(mlp.act_fn) is HandedOn
@@ -365,9 +388,11 @@ def test_a_second_time_changes_nothing(caplog: Any) -> None:
     assert [kernel(module) for module in model.modules() if hasattr(module, "quant_method")] == kernels
 
 
+@pytest.mark.parametrize("kind", [MLP, Asked])
 @pytest.mark.parametrize("scheme", ["channels", "blocks", "static"])
-def test_inside_torch_compile(caplog: Any, scheme: str) -> None:
-    mlp = MLP(scheme)
+def test_inside_torch_compile(caplog: Any, scheme: str, kind: type[MLP]) -> None:
+    needs_fused_act_quant(kind)
+    mlp = kind(scheme)
     said(caplog, model_of(mlp))
     processed(mlp)
     x = x_of(5)

@@ -41,6 +41,36 @@ class BlockScaledParams(ScaledParams):
     mAlpha: cute.Tensor
 
 
+def factors_copy(scale: cute.Tensor, op, atoms: int):
+    """The copy of a stage's scale factors of 128 rows, and their coordinates [128s of rows, words of 64 bits].
+
+    Args:
+        atoms: of a stage, for each 128 rows; see `narrow_mma.NarrowKind`.
+    """
+    rows, columns = scale.shape
+    pointer = cute.make_ptr(cutlass.Int64, scale.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16)
+    words = columns * (ATOM_ROWS // 8)
+    view = cute.make_tensor(pointer, cute.make_layout((rows // ATOM_ROWS, words), stride=(words, 1)))
+    box = (1, atoms * ATOM_WORDS)
+    return cpasync.make_tiled_tma_atom(op, view, cute.make_layout(box, stride=(box[1], 1)), box)
+
+
+def factor_stages(smem: cutlass.utils.SmemAllocator, atoms: int, rows: int, stages: int) -> cute.Tensor:
+    """Shared memory [1, words of 128 rows, x's and then the weights' 128s of rows, stage]."""
+    words = atoms * ATOM_WORDS
+    layout = cute.make_layout((1, words, rows, stages), stride=(words, 1, words, words * rows))
+    return smem.allocate_tensor(cutlass.Int64, layout, byte_alignment=128)
+
+
+def load_factors(atom: cute.CopyAtom, factors: cute.Tensor, target: cute.Tensor, place: tuple, mbar) -> None:
+    """Copy a box of scale factors, of 128 rows and a stage's k, to shared memory [1, words]."""
+    gF = cute.local_tile(factors, target.shape, (None, None))
+    tFsF, tFgF = cpasync.tma_partition(
+        atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(gF, 0, 2)
+    )
+    cute.copy(atom, tFgF[None, place[0], place[1]], tFsF, tma_bar_ptr=mbar)
+
+
 class BlockScaledGemm(ScaledGemm):
     """See `gemm/tiled.py` and `gemm/scaled.py`."""
 
@@ -61,23 +91,12 @@ class BlockScaledGemm(ScaledGemm):
         """The kernel's, with TMA descriptors; arguments as the base's."""
         base = super().params(operands, x_op, weight_op, sOut_tile, epi_tile)
         values = [getattr(base, field.name) for field in fields(base)]
-        factors = [self.factors_copy(scale, x_op) for scale in (operands.x_scale, operands.weight_scale)]
+        factors = [factors_copy(scale, x_op, self.atoms) for scale in (operands.x_scale, operands.weight_scale)]
         return BlockScaledParams(*values, *factors[0], *factors[1], operands.alpha)
 
-    def factors_copy(self, scale: cute.Tensor, op):
-        """The copy of a stage's scale factors of 128 rows, and their coordinates."""
-        rows, columns = scale.shape
-        pointer = cute.make_ptr(cutlass.Int64, scale.iterator.toint(), cute.AddressSpace.gmem, assumed_align=16)
-        words = columns * (ATOM_ROWS // 8)
-        view = cute.make_tensor(pointer, cute.make_layout((rows // ATOM_ROWS, words), stride=(words, 1)))
-        box = (1, self.atoms * ATOM_WORDS)
-        return cpasync.make_tiled_tma_atom(op, view, cute.make_layout(box, stride=(box[1], 1)), box)
-
     def scale_stages(self, smem: cutlass.utils.SmemAllocator):
-        """[1, words of 128 rows, x's and then the weights' 128s of rows, stage]."""
-        words, rows = self.atoms * ATOM_WORDS, 1 + self.weight_atoms
-        layout = cute.make_layout((1, words, rows, self.stages), stride=(words, 1, words, words * rows))
-        return smem.allocate_tensor(cutlass.Int64, layout, byte_alignment=128)
+        """See `factor_stages`."""
+        return factor_stages(smem, self.atoms, 1 + self.weight_atoms, self.stages)
 
     def tx_bytes(self, params, m_tile, cta_rank):
         """With the scale factors of all CTAs."""
@@ -86,26 +105,17 @@ class BlockScaledGemm(ScaledGemm):
 
     def load_scales(self, params, sScales, m_tile, n_tile, k_tile, stage, mbar):
         """X's scale factors and the weights'."""
-        box = (1, self.atoms * ATOM_WORDS)
-        self.load_factors(params.tma_atom_x_factors, params.mXFactors, sScales, 0, (m_tile, k_tile), stage, mbar, box)
+        target = sScales[None, None, 0, stage]
+        load_factors(params.tma_atom_x_factors, params.mXFactors, target, (m_tile, k_tile), mbar)
         for i in range(self.weight_atoms):
             place = (self.weight_factors(params, n_tile, i), k_tile)
-            self.load_factors(params.tma_atom_w_factors, params.mWFactors, sScales, 1 + i, place, stage, mbar, box)
+            load_factors(params.tma_atom_w_factors, params.mWFactors, sScales[None, None, 1 + i, stage], place, mbar)
 
     def weight_factors(self, params: BlockScaledParams, n_tile, i: int):
         """Which 128 rows of the weights' factors are a tile's i-th."""
         if self.gated:
             return n_tile + i * (self.width(params) // ATOM_ROWS)
         return self.weight_atoms * n_tile + i
-
-    def load_factors(self, atom, factors: cute.Tensor, sScales: cute.Tensor, at: int, place, stage, mbar, box):
-        """A box of scale factors."""
-        gF = cute.local_tile(factors, box, (None, None))
-        target = sScales[None, None, at, None]
-        tFsF, tFgF = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(target, 0, 2), cute.group_modes(gF, 0, 2)
-        )
-        cute.copy(atom, tFgF[None, place[0], place[1]], tFsF[None, stage], tma_bar_ptr=mbar)
 
     def acc_column(self, acc_pipeline: Pipeline, tile):
         """The first column of a tile's accumulators in tensor memory."""

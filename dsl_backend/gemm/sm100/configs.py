@@ -9,7 +9,7 @@ from dsl_backend.gemm.scaled import ScaledGemmSpec
 from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP, WARPGROUP, ceil_div
 from dsl_backend.gemm.spec import GemmSpec
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
-from dsl_backend.quant.format import SWIZZLED_ROWS
+from dsl_backend.quant.format import SWIZZLED_ROWS, TENSOR_SCALED
 
 MMA_M = 128  # rows of a CTA in one tcgen05.mma
 MMA_K = 16
@@ -19,6 +19,7 @@ ACC_STAGES = 2  # accumulators in tensor memory: a tile's epilogue runs while th
 MMA_WARP, LOAD_WARP, SINGLE_WARPS = 0, 1, 2
 MOST_COLUMNS = 32  # of each box in an epilogue thread's registers
 MOST_TOKENS = 64  # of an epilogue thread, for two boxes
+FACTOR_ROWS = 32  # rows whose scale factors lie in a column of tensor memory
 # setmaxnreg: where two warpgroups store, ptxas spilled 32 to 64 bytes of an equal share of 168.
 EPILOGUE_REGISTERS, OTHER_REGISTERS = 216, 72
 
@@ -222,6 +223,50 @@ class SmallMConfig(SmallMTiles):
         reasons = []
         if not 16 <= self.tokens <= 2 * MOST_TOKENS or self.tokens % (16 * self.groups):
             reasons.append(f"{self.tokens} tokens are neither a multiple of 16 up to 64 nor of 32 up to 128")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledSmallMConfig(SmallMConfig):
+    """The same of quantised operands. A stage has 128 bytes of k: `tile_k` counts bytes.
+
+    Scale factors lie behind the accumulators in tensor memory: of a box of weights, then of x.
+    """
+
+    tile_k: int = BLOCK_BYTES
+
+    def factor_bytes(self, spec: ScaledGemmSpec) -> int:
+        """Of a stage: 512 bytes for each 128 rows and 4 blocks of k, of x and of both boxes."""
+        if not spec.x.swizzled:
+            return 0
+        assert spec.x.block_columns is not None
+        return 3 * SWIZZLED_ROWS * (BLOCK_BYTES * spec.x.packed // spec.x.block_columns)
+
+    @property
+    def factor_column(self) -> int:
+        """The first column of scale factors."""
+        return ACC_STAGES * 2 * self.tokens
+
+    def tmem_columns_of(self, factor_columns: int) -> int:
+        return allocated(self.factor_column + factor_columns)
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        assert isinstance(spec, ScaledGemmSpec)
+        return super().smem_bytes(spec) + self.stages * self.factor_bytes(spec)
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        assert isinstance(spec, ScaledGemmSpec)
+        reasons = []
+        if self.tile_k != BLOCK_BYTES:
+            reasons.append(f"tile_k {self.tile_k} is not {BLOCK_BYTES} bytes")
+        if spec.weight.blocked and not spec.x.swizzled:
+            reasons.append(f"weights are {spec.weight}: the products of few rows are not promoted")
+        if spec.out is not None and spec.out != TENSOR_SCALED:
+            reasons.append(f"out is {spec.out}: a thread has one column of it")
+        if spec.x.swizzled and (self.tokens % FACTOR_ROWS or self.tokens > MOST_TOKENS):
+            reasons.append(f"{self.tokens} tokens are not a multiple of {FACTOR_ROWS} up to {MOST_TOKENS}")
+        if spec.x.swizzled and spec.parts == 2 and (spec.interleaved or spec.n % SWIZZLED_ROWS):
+            reasons.append(f"gate and up rows alternate, or n {spec.n} is not a multiple of {SWIZZLED_ROWS}")
         return reasons + super().objections(spec, smem_bytes)
 
 

@@ -47,7 +47,18 @@ class SmallMGemm(SmallMGemmBase):
 
     def launch(self, params: SmallMParams, ctas, stream):
         """Launch so many CTAs."""
-        tiled_mma = blackwell_helpers.make_trivial_tiled_mma(
+        self.kernel(params, self.tiled_mma(), *self.smem_layouts()).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=self.cluster,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    def tiled_mma(self):
+        """Products of a box of weights with the tokens."""
+        return blackwell_helpers.make_trivial_tiled_mma(
             self.weight_dtype,
             self.x_dtype,
             OperandMajorMode.K,
@@ -55,14 +66,6 @@ class SmallMGemm(SmallMGemmBase):
             cutlass.Float32,
             tcgen05.CtaGroup.ONE,
             (MMA_M, self.tokens),
-        )
-        self.kernel(params, tiled_mma, *self.smem_layouts()).launch(
-            grid=(ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=self.cluster,
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
         )
 
     @cute.kernel

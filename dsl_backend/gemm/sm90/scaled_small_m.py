@@ -5,62 +5,37 @@ Half of the bytes of 16-bit weights are streamed. `scaled_gemm` explains why sum
 of a k tile are done while the next ones arrive.
 """
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup as wgmma
 
-from dsl_backend.gemm.args import GemmOperands, ScaledArgs, StreamKScratch
-from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.args import ScaledArgs
 from dsl_backend.gemm.scaled_key import ScaledKey
+from dsl_backend.gemm.scaled_small_m import ScaledSmallMBase, ScaledSmallMParams
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.scaled_configs import ScaledSmallMConfig
 from dsl_backend.gemm.sm90.scaled_gemm import AHEAD, as_e4m3
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
-from dsl_backend.gemm.small_m import Received, SmallMParams, StreamKWork
-from dsl_backend.gemm.views import bias_of
+from dsl_backend.gemm.small_m import Received, StreamKWork
 from dsl_backend.primitives.accumulators import fence_operand
-from dsl_backend.primitives.math import f32_to_e4m3, fma
+from dsl_backend.primitives.math import fma
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.quant.format import GROUP
 
 
-@dataclass(frozen=True)
-class ScaledSmallMParams(SmallMParams):
-    """With scales as in `scaled.ScaledOperands`."""
-
-    mXScale: cute.Tensor
-    mWeightScale: cute.Tensor
-    mOutScale: cute.Tensor
-
-
-class ScaledSmallMGemm(SmallMGemm):
+class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
     """See `gemm/small_m.py` and `gemm/scaled.py`."""
 
     def __init__(self, key: ScaledKey[ScaledSmallMConfig]):
         super().__init__(key)
-        self.blocked, self.quantised = key.weight.blocked, key.out is not None
-        self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
+        self.scaled_by(key)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: ScaledArgs, stream):
         """Launch; see `args.scaled_launch_args`. The CTAs need not run at the same time."""
         self.launch(self.params(args.operands, args.scratch), self.ctas(args), stream)
-
-    def params(  # type: ignore[override]
-        self, operands: ScaledOperands, scratch: StreamKScratch | None
-    ) -> ScaledSmallMParams:
-        """The kernel's, with TMA descriptors."""
-        plain = GemmOperands(operands.x, operands.weight, operands.bias, None, operands.out)
-        base = super().params(plain, scratch)
-        scales = {
-            "mXScale": operands.x_scale,
-            "mWeightScale": operands.weight_scale,
-            "mOutScale": operands.out_scale,
-        }
-        return ScaledSmallMParams(**{field.name: getattr(base, field.name) for field in fields(base)}, **scales)
 
     @property
     def mma_dtypes(self) -> tuple[Any, Any]:
@@ -158,32 +133,3 @@ class ScaledSmallMGemm(SmallMGemm):
             for b in range(2):
                 at = i % 2 + 2 * b + 4 * (i // 2)
                 acc[at] = fma(part[at], scale, acc[at])
-
-    def biases(self, params, column: cutlass.Int32):
-        """The base's, then the scales of both boxes' columns where weights have some of rows or one."""
-        found = super().biases(params, column)
-        if self.blocked:
-            return found
-        if not self.weight_rows_scaled:
-            return [*found, params.mWeightScale[0], params.mWeightScale[0]]
-        n = params.mOut.shape[1]
-        for box in range(2):
-            part, place = (box, column) if self.gated else (0, column + box * self.box)
-            found.append(bias_of(params.mWeightScale, place, part, n, self.interleaved))
-        return found
-
-    def sums(self, params, of_column: list, sum_0, sum_1, token):
-        """Both boxes' sums of a token with their scales and biases."""
-        if not self.blocked:
-            x_scale = params.mXScale[cutlass.min(token, params.mOut.shape[0] - 1) if self.x_rows else 0]
-            sum_0, sum_1 = sum_0 * of_column[2] * x_scale, sum_1 * of_column[3] * x_scale
-        if params.mBias is None:
-            return sum_0, sum_1
-        return sum_0 + of_column[0], sum_1 + of_column[1]
-
-    def rounded(self, params: ScaledSmallMParams, value: cutlass.Float32):  # type: ignore[override]
-        """The base's, or e4m3 by the scale that is given."""
-        if not self.quantised:
-            return super().rounded(params, value)
-        scaled = value * (cutlass.Float32(1.0) / params.mOutScale[0])
-        return cutlass.Uint8(f32_to_e4m3(scaled, scaled, scaled, scaled) & 0xFF)

@@ -21,17 +21,21 @@ from dsl_backend.quant.format import (
     BLOCK_SCALED_E8M0,
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
+    MXFP8,
+    NVFP4,
     ROW_SCALED,
     TENSOR_SCALED,
     ScaledFormat,
 )
-from dsl_backend.quant.reference import Quantized, quantized
+from dsl_backend.quant.reference import Quantized, in_mxfp8, mma_quantized, quantized
 
 __all__ = [
     "BLOCK_SCALED",
     "BLOCK_SCALED_E8M0",
     "GROUP_SCALED",
     "GROUP_SCALED_E8M0",
+    "MXFP8",
+    "NVFP4",
     "ROW_SCALED",
     "SWIGLU_OAI",
     "TENSOR_SCALED",
@@ -39,6 +43,8 @@ __all__ = [
     "Geglu",
     "Quantized",
     "Swiglu",
+    "in_mxfp8",
+    "mma_quantized",
     "quantized",
     "scaled_linear",
     "scaled_linear_quantized",
@@ -55,6 +61,7 @@ def scaled_linear(
     interleaved: bool = False,
     batch_invariant: bool = False,
     kernel: str | None = None,
+    alpha: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A layer: activation(x @ weight^T + bias), [rows, n] in `dtype`.
 
@@ -69,15 +76,17 @@ def scaled_linear(
         interleaved: the weight's and the bias' gate and up rows alternate.
         batch_invariant: a row's result has the same bits whatever the other rows are, on the same GPU.
         kernel: a name from the dispatch table; that kernel or none. By default the best that serves.
+        alpha: float32 [1], needed for NVFP4: the product of the scales of both whole matrices. None for all others.
 
-    n and k are multiples of 16.
+    n and k are multiples of 16. Operands in MXFP8 and NVFP4, whose scales are swizzled, are multiplied on SM100 by a
+    kernel that has to be named, and on a CPU.
 
     Raises:
         InvalidInput: an argument does not fit, or a tensor requires a gradient while gradients are on; the message
             names it.
         Unsupported: no kernel serves the problem on x's device.
     """
-    return called(x, weight, bias, None, How(dtype, activation, interleaved, None, batch_invariant, kernel))[0]
+    return called(x, weight, bias, None, How(dtype, activation, interleaved, None, batch_invariant, kernel), alpha)[0]
 
 
 def scaled_linear_quantized(
@@ -107,12 +116,17 @@ def scaled_linear_quantized(
 
 
 def called(
-    x: Quantized, weight: Quantized, bias: torch.Tensor | None, out_scale: torch.Tensor | None, how: How
+    x: Quantized,
+    weight: Quantized,
+    bias: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    how: How,
+    alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The layer, as one node inside torch.compile."""
     for name, matrix in (("x", x), ("weight", weight)):
         if not isinstance(matrix, Quantized):
             raise InvalidInput(f"{name} is {shown(matrix)}: a Quantized is needed")
     if torch.compiler.is_compiling():
-        return ops.call(x, weight, bias, out_scale, how)
-    return eager.linear(x, weight, bias, out_scale, how)
+        return ops.call(x, weight, bias, out_scale, how, alpha)
+    return eager.linear(x, weight, bias, out_scale, how, alpha)

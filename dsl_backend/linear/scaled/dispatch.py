@@ -14,13 +14,16 @@ from dsl_backend.runtime.target import Target
 OPERATION = "scaled_linear"
 
 
-def mma_scales(spec: ScaledLinearSpec) -> list[str]:
-    """Why a kernel without matrix products that have scales of their own does not serve."""
-    if spec.x.swizzled:
-        return [f"x is {spec.x}: no kernel but SM100's multiplies it"]
+def mma_output(spec: ScaledLinearSpec) -> list[str]:
+    """Why a kernel whose output cannot be MXFP8 or NVFP4 does not serve."""
     if spec.out is not None and spec.out.swizzled:
         return [f"out is {spec.out}: no kernel but SM100's makes it"]
     return []
+
+
+def mma_scales(spec: ScaledLinearSpec) -> list[str]:
+    """Why a kernel without matrix products that have scales of their own does not serve."""
+    return [f"x is {spec.x}: no kernel but SM100's multiplies it"] if spec.x.swizzled else mma_output(spec)
 
 
 def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
@@ -52,7 +55,7 @@ sm100 = partial(cute, "sm100", sm100_configs.objections)
 
 
 def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
-    reasons = mma_scales(spec) + cpu_only(spec, target)
+    reasons = mma_output(spec) + cpu_only(spec, target)
     if spec.batch_invariant:
         reasons.append("is not batch invariant: torch sums in an order that depends on the number of rows")
     return reasons

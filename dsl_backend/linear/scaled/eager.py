@@ -14,7 +14,7 @@ from dsl_backend.gemm.spec import DTYPES, MOST
 from dsl_backend.linear import plan
 from dsl_backend.linear.eager import check_tensor, side_by_side
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.format import NVFP4, ScaledFormat
 from dsl_backend.quant.reference import Quantized, column_major
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import current_stream
@@ -52,10 +52,15 @@ _known: dict[object, Known] = {}
 
 
 def linear(
-    x: Quantized, weight: Quantized, bias: torch.Tensor | None, out_scale: torch.Tensor | None, how: How
+    x: Quantized,
+    weight: Quantized,
+    bias: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    how: How,
+    alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The output and its scale: None where it is not quantised, and where the scale was given the given one."""
-    facts = tuple(facts_of(one) for one in (x.values, x.scale, weight.values, weight.scale, bias, out_scale))
+    facts = tuple(facts_of(one) for one in (x.values, x.scale, weight.values, weight.scale, bias, out_scale, alpha))
     asked = (*facts, x.kind, weight.kind, how)
     try:
         known = _known.get(asked)
@@ -63,6 +68,7 @@ def linear(
         known = None
     if known is None:
         spec = check(x, weight, bias, out_scale, how)
+        check_alpha(alpha, x.kind, x.values.device)
         known = Known(spec, not (spec.column_major or x.scale.is_contiguous()), {})
         if len(_known) >= LAYOUTS:
             _known.clear()
@@ -73,7 +79,7 @@ def linear(
     out, out_scale = outputs(x.values, spec.n, how, out_scale)
     if x.values.shape[0]:
         operands = ScaledOperands(
-            side_by_side(x.values), x.scale, side_by_side(weight.values), weight.scale, bias, out, out_scale
+            side_by_side(x.values), x.scale, side_by_side(weight.values), weight.scale, bias, out, out_scale, alpha
         )
         stream = current_stream(device)
         serving = known.plans.get(stream)
@@ -116,7 +122,7 @@ def check(
     """The spec of a call; raises InvalidInput where a tensor or an option does not fit."""
     check_options(how)
     check_matrix("x", x, None)
-    rows, k = x.values.shape
+    rows, k = x.values.shape[0], x.values.shape[1] * x.kind.packed
     if rows > MOST:
         raise InvalidInput(f"x has {rows} rows: {MOST} are the most")
     check_matrix("weight", weight, k, like=x.values)
@@ -124,7 +130,7 @@ def check(
     if bias is not None:
         check_vector("bias", bias, weight.values.shape[0], how.dtype, x.values.device)
     check_out_scale(out_scale, how.out_kind, x.values.device)
-    transposed = x.kind.blocked and is_column_major(x.scale)
+    transposed = x.kind.blocked and not x.kind.swizzled and is_column_major(x.scale)
     return ScaledLinearSpec(
         n=n,
         k=k,
@@ -148,6 +154,8 @@ def check_options(how: How) -> None:
     checks.dtype("dtype", how.dtype, DTYPES)
     if how.out_kind is not None:
         checks.instance("to", how.out_kind, ScaledFormat)
+        if how.out_kind.swizzled:
+            raise InvalidInput(f"to is {how.out_kind}: SM100's kernels write it, and this function does not call them")
 
 
 def check_matrix(name: str, matrix: Quantized, width: int | None, like: torch.Tensor | None = None) -> None:
@@ -156,17 +164,18 @@ def check_matrix(name: str, matrix: Quantized, width: int | None, like: torch.Te
     checks.instance(f"{name}.kind", kind, ScaledFormat)
     checks.tensor(f"{name}.values", values)
     checks.dtype(f"{name}.values", values.dtype, (kind.values,))
-    check_tensor(f"{name}.values", values, (None, width), values if like is None else like)
+    packed = None if width is None else width // kind.packed
+    check_tensor(f"{name}.values", values, (None, packed), values if like is None else like)
     checks.tensor(f"{name}.scale", scale)
     checks.dtype(f"{name}.scale", scale.dtype, (kind.scales,))
-    wanted = kind.scale_shape(*values.shape)
+    wanted = kind.scale_shape(values.shape[0], values.shape[1] * kind.packed)
     if scale.shape != wanted:
         raise InvalidInput(
             f"{name}.scale has shape {tuple(scale.shape)}: {list(wanted)} is needed for {kind} of {tuple(values.shape)}"
         )
     if scale.device != values.device:
         raise InvalidInput(f"{name}.scale is on {scale.device}, {name}.values on {values.device}")
-    by_group = kind.block_rows == 1 and kind.blocked
+    by_group = kind.block_rows == 1 and kind.blocked and not kind.swizzled
     if not (scale.is_contiguous() or by_group):
         raise InvalidInput(f"{name}.scale has strides {scale.stride()}: contiguous ones are needed")
 
@@ -192,6 +201,17 @@ def check_out_scale(scale: torch.Tensor | None, kind: ScaledFormat | None, devic
         raise InvalidInput(f"out_scale is {short(scale.dtype)} {tuple(scale.shape)}: None is needed for {what}")
     if scale is not None:
         check_vector("out_scale", scale, 1, torch.float32, device)
+
+
+def check_alpha(alpha: torch.Tensor | None, kind: ScaledFormat, device: torch.device) -> None:
+    """Raises InvalidInput unless NVFP4, and nothing else, has the product of the scales of both matrices."""
+    if (kind == NVFP4) == (alpha is None):
+        raise InvalidInput(
+            f"alpha is {'None' if alpha is None else 'given'} and x is {kind}: the product of the scales of whole "
+            "matrices is needed for nvfp4 and for nothing else"
+        )
+    if alpha is not None:
+        check_vector("alpha", alpha, 1, torch.float32, device)
 
 
 def is_column_major(scale: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of quantised operands as operators, each one node for torch.compile.
 
-`torch.ops.dsl_backend.scaled_linear` returns the output, `scaled_linear_dynamic` the output and the scales that it
-computed. Formats travel as their names: x's, the weight's, the output's or nothing, and the dtype, with commas between.
+`torch.ops.dsl_backend.scaled_linear` returns the output, `scaled_linear_nvfp4` that of operands in NVFP4, and
+`scaled_linear_dynamic` the output and the scales that it computed. Formats travel as their names: x's, the weight's,
+the output's or nothing, and the dtype, with commas between.
 """
 
 import torch
@@ -81,6 +82,24 @@ def scaled_linear_fake(
     return eager.outputs(x, eager.columns(weight, how.activation), how, out_scale)[0]
 
 
+def scaled_linear_nvfp4(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    alpha: torch.Tensor,
+    formats: str,
+    activation: str,
+    parameters: list[float],
+    interleaved: bool,
+    batch_invariant: bool,
+    kernel: str | None,
+) -> torch.Tensor:
+    how = how_of(formats, activation, parameters, interleaved, batch_invariant, kernel)
+    return eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, None, how, alpha)[0]
+
+
 def scaled_linear_dynamic(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -118,17 +137,25 @@ def scaled_linear_dynamic_fake(
 
 
 SCALED_LINEAR = register_op("scaled_linear", scaled_linear, fake=scaled_linear_fake)
+SCALED_LINEAR_NVFP4 = register_op("scaled_linear_nvfp4", scaled_linear_nvfp4, fake=scaled_linear_fake)
 SCALED_LINEAR_DYNAMIC = register_op("scaled_linear_dynamic", scaled_linear_dynamic, fake=scaled_linear_dynamic_fake)
 
 
 def call(
-    x: Quantized, weight: Quantized, bias: torch.Tensor | None, out_scale: torch.Tensor | None, how: How
+    x: Quantized,
+    weight: Quantized,
+    bias: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    how: How,
+    alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `eager.linear`, one node of the graph."""
     name, parameters = encoded(how.activation)
     formats = encoded_formats(x.kind, weight.kind, how)
     tensors = (x.values, x.scale, weight.values, weight.scale, bias)
     options = (formats, name, parameters, how.interleaved, how.batch_invariant, how.kernel)
+    if alpha is not None:
+        return SCALED_LINEAR_NVFP4(*tensors, alpha, *options), None
     if how.out_kind is None or out_scale is not None:
         return SCALED_LINEAR(*tensors, out_scale, *options), out_scale
     out, computed = SCALED_LINEAR_DYNAMIC(*tensors, *options)

@@ -12,19 +12,24 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.reference import Quantized, scales_of, stored
+from dsl_backend.quant.reference import Quantized, mma_dequantized, scales_of, stored
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
 
 def products(x: Quantized, weight: Quantized, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Products x @ weight^T, [rows, weight rows], in the given arithmetic and in the order of `gemm.scaled`."""
+    """Products x @ weight^T, [rows, weight rows], in the given arithmetic and in the order of `gemm.scaled`.
+
+    Those of NVFP4 lack the scales of whole matrices.
+    """
 
     def wide(matrix: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
         return matrix.values.to(dtype), matrix.scale.to(dtype)
 
-    (values, scale), (weights, weight_scale) = wide(x), wide(weight)
+    if x.kind.swizzled:
+        return functional.linear(mma_dequantized(x).to(dtype), mma_dequantized(weight).to(dtype))
     block = x.kind.block_columns
+    (values, scale), (weights, weight_scale) = wide(x), wide(weight)
     if block is None:
         return functional.linear(values, weights) * weight_scale.view(1, -1) * scale.view(-1, 1)
     result = values.new_zeros(len(values), len(weights))
@@ -42,10 +47,13 @@ def exact(
     *,
     activation: Activation | None = None,
     interleaved: bool = False,
+    alpha: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """The layer with every step in the given arithmetic, before its output is quantised."""
     result = products(x, weight, dtype)
+    if alpha is not None:
+        result *= alpha.to(dtype)
     if bias is not None:
         result += bias.to(dtype)
     if activation is None:
@@ -68,6 +76,7 @@ def linear(spec: ScaledLinearSpec, operands: ScaledOperands) -> None:
         operands.bias,
         activation=spec.activation,
         interleaved=spec.interleaved,
+        alpha=operands.alpha,
         dtype=torch.float32,
     )
     if spec.out is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the fp8 linear layers of models whose attention dsl serves, by replacing the kernel of each layer's method.
+"""Serves fp8 and NVFP4 linear layers of models whose attention dsl serves, by replacing the kernel of a layer's method.
 
 vLLM's registry of linear kernels (`register_linear_kernel`) is asked while layers are made, of which the first come
 before any point at which this plugin knows the engine; and it knows kernels of 128x128 blocks from 0.33 on. The kernel
@@ -20,6 +20,7 @@ from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations
+from dsl_backend.vllm_plugin.scaled_linears import nvfp4
 from dsl_backend.vllm_plugin.scaled_linears.find import (
     KERNEL,
     NOTHING_MEASURED,
@@ -71,11 +72,21 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
     apart = link_all(model, target, served, names) if served else Counter[str]()
     if service.measured:
         left += keep_measured(model, target, served)
-    _served.append({name: served_of(model.get_submodule(name), spec, service) for name, spec in served.items()})
+    fours, left_of_fours = serve_each(
+        nvfp4.layers(model),
+        lambda layer: against_engine or nvfp4.judge(layer, target, service),
+        lambda layer, _: nvfp4.replace(layer, service),
+    )
+    kinds = Counter(kind_of(model.get_submodule(name), spec) for name, spec in served.items())
+    kinds_of_fours = Counter(Kind(type(model.get_submodule(name)).__name__, spec, "") for name, spec in fours.items())
+    found = {name: served_of(model.get_submodule(name), spec, service) for name, spec in served.items()}
+    _served.append(found | {name: Served(spec, service.kernel, None) for name, spec in fours.items()})
     ahead.compile_scaled_linears(vllm_config, served_layers())
-    report(Counter(kind_of(model.get_submodule(name), spec) for name, spec in served.items()), target, service)
+    report("fp8", kinds, target, service)
     report_left("fp8 linear layers", left)
     report_left("activations behind fp8 layers", apart)
+    report("NVFP4", kinds_of_fours, target, service)
+    report_left("NVFP4 linear layers", left_of_fours)
 
 
 def served_of(layer: Any, spec: ScaledLinearSpec, service: Service) -> Served:
@@ -180,13 +191,15 @@ def kind_of(layer: Any, spec: ScaledLinearSpec) -> Kind:
     return Kind(type(layer).__name__, spec, rows)
 
 
-def report(kinds: Counter[Kind], target: Target, service: Service) -> None:
-    """Log what is served: one line for each kind of layer."""
+def report(weights: str, kinds: Counter[Kind], target: Target, service: Service) -> None:
+    """Log what is served: one line for each kind of layer with such weights."""
     for (layer, spec, rows), count in kinds.items():
         title = dispatch.choose(spec, target, service.kernel).title
         by = title if service.kernel else explained([dispatch.judge(spec, target)], [title])
         what = f"{spec}{rows}"
-        logger.info("dsl serves %d fp8 linear layers (%s), %s, on %s: by %s", count, layer, what, target.arch, by)
+        logger.info(
+            "dsl serves %d %s linear layers (%s), %s, on %s: by %s", count, weights, layer, what, target.arch, by
+        )
 
 
 def served_layers() -> set[Served]:

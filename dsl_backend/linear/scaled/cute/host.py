@@ -82,9 +82,10 @@ def estimated_us(choice: Choice, rows: int, target: Target) -> float:
 
 def few_rows_factor(spec: ScaledLinearSpec, config: SmallMTiles) -> float:
     """What the GEMM for few rows takes, of what the model has."""
-    if spec.weight.blocked and config.tile_tokens > MANY_TOKENS:
+    blocked = spec.weight.blocked and not spec.weight.swizzled
+    if blocked and config.tile_tokens > MANY_TOKENS:
         return MANY_BLOCKS if config.stream_k else MANY_SPLIT_BLOCKS
-    return SPLIT_BLOCKS if spec.weight.blocked and not config.stream_k else FEW_ROWS[config.tile_k]
+    return SPLIT_BLOCKS if blocked and not config.stream_k else FEW_ROWS[config.tile_k]
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of NVFP4 checkpoints by this package: which are served, what comes out, what the log says.
+
+vLLM's layers have its emulation of NVFP4 as their own kernel, which it has for GPUs and which runs on a CPU too.
+"""
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+pytest.importorskip("vllm.model_executor.kernels.linear.nvfp4.emulation")
+
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.platforms.interface import PlatformEnum
+
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.linear.scaled import api
+from dsl_backend.quant.format import NVFP4
+from dsl_backend.quant.reference import Quantized, mma_dequantized, mma_quantized, unswizzled
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.vllm_plugin.scaled_linears import nvfp4, serve
+from tests.vllm_plugin.test_fused_mlp import engine, model_of
+from tests.vllm_plugin.test_scaled_linears import BF16, BY_DSL, error, without_compilation
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+K, N = 256, 128
+X_SCALE = 0.003
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is served yet, the reference serves, and layers of NVFP4 can be made on a CPU."""
+    monkeypatch.setattr(serve, "_served", [])
+    monkeypatch.setitem(kernels._POSSIBLE_NVFP4_KERNELS, PlatformEnum.CPU, [EmulationNvFp4LinearKernel])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    with torch.no_grad():
+        yield
+    torch.set_default_dtype(default)
+
+
+class MLP(nn.Module):
+    """As most of vLLM's are; `wide` has its weights dequantised, float64."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        config = ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True)
+        with set_current_vllm_config(without_compilation()):
+            made: dict[str, Any] = {"quant_config": config, "params_dtype": BF16}
+            self.gate_up_proj = MergedColumnParallelLinear(K, [N, N], bias=bias, prefix="mlp.gate_up_proj", **made)
+            self.down_proj = RowParallelLinear(N, K, bias=False, prefix="mlp.down_proj", **made)
+        self.act_fn = SiluAndMul()
+        self.wide = {name: fill(getattr(self, name), seed) for seed, name in enumerate(("gate_up_proj", "down_proj"))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = self.gate_up_proj(x)
+        x = self.act_fn(gate_up)
+        x, _ = self.down_proj(x)
+        return x
+
+
+def fill(layer: Any, seed: int) -> torch.Tensor:
+    """Random-normal weights as a checkpoint has them; returns what they are worth, float64."""
+    generator = torch.Generator().manual_seed(seed)
+    n, k = layer.output_size_per_partition, layer.input_size_per_partition
+    matrix = torch.randn(n, k, generator=generator, dtype=torch.float32) * k**-0.5
+    # Blocks of different magnitudes, so that the scale of another one is wrong.
+    matrix *= 2.0 ** ((torch.arange(n).view(-1, 1) + torch.arange(k) // 16) % 5 - 2)
+    whole = float(matrix.abs().max()) / (6 * 448)
+    found = mma_quantized(matrix, NVFP4, whole)
+    layer.weight.data.copy_(found.values)
+    layer.weight_scale.data.copy_(unswizzled(found.scale, n, k // 16))
+    layer.weight_scale_2.data.fill_(whole)
+    if hasattr(layer, "input_scale"):
+        layer.input_scale.data.fill_(X_SCALE)
+    if layer.bias is not None:
+        layer.bias.data.copy_(torch.randn(n, generator=generator, dtype=torch.float32))
+    return mma_dequantized(found, whole)
+
+
+def exact_of(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
+    """Of the dequantised weights, with nothing else rounded."""
+    both = x.double() @ mlp.wide["gate_up_proj"].T
+    if mlp.gate_up_proj.bias is not None:
+        both += mlp.gate_up_proj.bias.double()
+    gate, up = both.chunk(2, -1)
+    return (gate * gate.sigmoid() * up) @ mlp.wide["down_proj"].T
+
+
+def said(caplog: pytest.LogCaptureFixture, model: nn.Module, **changes: Any) -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.INFO), set_current_vllm_config(without_compilation()):
+        serve.serve_scaled_linears(model, engine(**BY_DSL | changes))
+    return [record.getMessage() for record in caplog.records if record.name == "vllm.dsl_backend"]
+
+
+def processed(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "quant_method"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def x_of(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2), dtype=torch.float32).to(BF16)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_results_within_twice_vllms_own_error(caplog: Any, bias: bool) -> None:
+    x = x_of(37)
+    theirs, ours = MLP(bias), MLP(bias)
+    said(caplog, model_of(ours))
+    assert isinstance(nvfp4.holder_of(ours.gate_up_proj).kernel, nvfp4.Nvfp4Kernel)
+    for mlp in (theirs, ours):
+        processed(mlp)
+    exact = exact_of(ours, x)
+    compared = error(theirs(x), exact)
+    assert 0 < error(ours(x), exact) <= 2 * compared
+    # Each row is its own: a scale of another one would be seen.
+    for row in (0, 36):
+        assert error(ours(x)[row], exact[row]) <= 3 * compared
+
+
+@pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)])
+def test_shapes(caplog: Any, shape: tuple[int, ...]) -> None:
+    mlp = MLP()
+    said(caplog, model_of(mlp))
+    processed(mlp)
+    out = mlp(x_of(*shape))
+    assert (out.shape, out.dtype) == ((*shape, K), BF16)
+    if 0 not in shape:
+        assert error(out, exact_of(mlp, x_of(*shape))) < 0.4
+
+
+def test_what_is_said(caplog: Any) -> None:
+    lines = said(caplog, model_of(MLP(), MLP()))
+    assert len(lines) == 2
+    gate, down = lines
+    assert gate.startswith("dsl serves 2 NVFP4 linear layers (MergedColumnParallelLinear), product of 256 to 256 ")
+    assert down.startswith("dsl serves 2 NVFP4 linear layers (RowParallelLinear), product of 128 to 256 ")
+    assert "x nvfp4, weight nvfp4, on cpu: by scaled-linear reference" in gate
+
+
+LEFT = {
+    "is vllm": {"additional_config": {}},
+    "nothing measured says that dsl is faster": {"additional_config": {"dsl": {"scaled_linears": "measured"}}},
+    "LoRA": {"lora_config": object()},
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_reasons_against_an_engine(caplog: Any, reason: str) -> None:
+    mlp = MLP()
+    (line,) = said(caplog, model_of(mlp), **LEFT[reason])
+    assert line.startswith("vLLM serves 2 NVFP4 linear layers: ")
+    assert reason in line
+    assert type(nvfp4.holder_of(mlp.gate_up_proj).kernel) is EmulationNvFp4LinearKernel
+
+
+def test_layers_that_stay(caplog: Any) -> None:
+    patched, weights = MLP(), MLP()
+    patched.down_proj.forward = patched.down_proj.forward
+    # As layers whose input stays in 16 bits have it.
+    for layer in (weights.gate_up_proj, weights.down_proj):
+        del layer.input_scale
+    lines = said(caplog, model_of(patched, weights))
+    assert "vLLM serves 1 NVFP4 linear layers: another forward was put into RowParallelLinear" in lines
+    assert "vLLM serves 2 NVFP4 linear layers: its input is not quantised" in lines
+
+
+@pytest.mark.parametrize(("arch", "kernel"), [("sm_90a", None), ("sm_100a", None), ("sm_100a", "cute-sm100")])
+def test_on_a_gpu(caplog: Any, monkeypatch: pytest.MonkeyPatch, arch: str, kernel: str | None) -> None:
+    """SM100's kernel serves where it is named; nothing else of this package's multiplies NVFP4 on a GPU."""
+    monkeypatch.setattr(serve, "targets", SimpleNamespace(detect=lambda device: from_arch(arch)))
+    monkeypatch.setattr(serve.ahead, "compile_scaled_linears", lambda config, layers: None)
+    options = {"scaled_linears": "dsl"} | ({} if kernel is None else {"scaled_linears_kernel": kernel})
+    lines = said(caplog, model_of(MLP()), additional_config={"dsl": options})
+    if kernel is None:
+        assert len(lines) == 2
+        assert all(line.startswith("vLLM serves 1 NVFP4 linear layers: no kernel for scaled_linear") for line in lines)
+        assert all("x is nvfp4: no kernel but SM100's multiplies it" in line for line in lines)
+    else:
+        assert [line.endswith(f"on {arch}: by scaled-linear sm100") for line in lines] == [True, True]
+
+
+def test_a_second_time_changes_nothing(caplog: Any) -> None:
+    model = model_of(MLP())
+    said(caplog, model)
+    kernels_before = [nvfp4.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)]
+    assert said(caplog, model) == []
+    assert [nvfp4.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)] == kernels_before
+
+
+def test_inside_torch_compile(caplog: Any) -> None:
+    mlp = MLP()
+    said(caplog, model_of(mlp))
+    processed(mlp)
+    x = x_of(5)
+    wanted = mlp(x)
+    assert error(torch.compile(mlp, fullgraph=True, backend="eager")(x), wanted.double()) < 0.05
+
+
+def operands() -> tuple[Quantized, Quantized]:
+    generator = torch.Generator().manual_seed(3)
+    return tuple(
+        mma_quantized(torch.randn(rows, 96, generator=generator, dtype=torch.float32), NVFP4, 0.01) for rows in (5, 48)
+    )
+
+
+def test_the_api_multiplies_both_scales_of_whole_matrices() -> None:
+    x, weight = operands()
+    wanted = mma_dequantized(x, 0.01) @ mma_dequantized(weight, 0.01).T
+    found = api.scaled_linear(x, weight, alpha=torch.tensor([1e-4], dtype=torch.float32))
+    assert torch.allclose(found.double(), wanted, rtol=0.01, atol=0.01)
+
+
+ONE = torch.ones(1)
+WRONG = {
+    "alpha is None and x is nvfp4": (InvalidInput, lambda x, weight: api.scaled_linear(x, weight)),
+    "alpha is float64": (InvalidInput, lambda x, w: api.scaled_linear(x, w, alpha=ONE.double())),
+    r"weight.values has shape \(48, 32\)": (
+        InvalidInput,
+        lambda x, w: api.scaled_linear(x, w._replace(values=w.values[:, :32]), alpha=ONE),
+    ),
+    r"x.scale has shape \(128, 4\)": (
+        InvalidInput,
+        lambda x, w: api.scaled_linear(x._replace(scale=x.scale[:, :4]), w, alpha=ONE),
+    ),
+    "to is nvfp4": (
+        InvalidInput,
+        lambda x, w: api.scaled_linear_quantized(x, w, to=NVFP4),
+    ),
+    "x is nvfp4: no kernel but SM100's": (
+        Unsupported,
+        lambda x, w: api.scaled_linear(x, w, alpha=ONE, kernel="triton"),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_named(message: str) -> None:
+    kind, call = WRONG[message]
+    with pytest.raises(kind, match=message):
+        call(*operands())
