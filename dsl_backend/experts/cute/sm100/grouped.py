@@ -11,7 +11,7 @@ from cutlass import cute
 from dsl_backend.experts.cute.grouped import VECTOR_BYTES, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
-from dsl_backend.gemm.sm100.configs import LOAD_WARP, MMA_WARP, GemmConfig
+from dsl_backend.gemm.sm100.configs import EPILOGUE_REGISTERS, LOAD_WARP, MMA_WARP, OTHER_REGISTERS, GemmConfig
 from dsl_backend.gemm.sm100.gemm import Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch, tmem
@@ -24,6 +24,9 @@ VECTOR = VECTOR_BYTES // 2
 
 class GroupedGemm(GroupedProduct, Gemm):
     """See `experts/cute/grouped.py`. Where x is gathered, the load warp is the first of four."""
+
+    # Whether the epilogue needs more registers than an equal share, which setmaxnreg moves between whole warpgroups.
+    trades_registers = False
 
     def __init__(self, key: ProductKey):
         assert isinstance(key.config, GemmConfig)
@@ -72,13 +75,20 @@ class GroupedGemm(GroupedProduct, Gemm):
             if role != LOAD_WARP:
                 dependent_launch.wait()
         if role < 0:
+            if cutlass.const_expr(self.trades_registers):
+                cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
             self.epilogue(params, acc_pipeline, tmem_ptr, warp)
+        if cutlass.const_expr(self.trades_registers):
+            if role >= 0:
+                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
         if role == MMA_WARP:
             self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr)
         if role >= LOAD_WARP:
             if cutlass.const_expr(self.gathers):
                 thread = cute.arch.thread_idx()[0] - WARPGROUP - LOAD_WARP * WARP
-                self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP)
+                # Where registers are traded, idle warps fill a warpgroup.
+                if role < LOAD_WARP + WARPGROUP // WARP:
+                    self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP)
             else:
                 self.load(params, sX, sW, pipeline)
         cute.arch.sync_threads()
