@@ -197,6 +197,8 @@ class Builder:
     """A step of `rows` requests, built layer by layer."""
 
     def __init__(self, rows: int, sizes: Sizes, device: torch.device, page: int) -> None:
+        # With its index, as tensors have it.
+        device = torch.empty(0, device=device).device
         self.rows, self.sizes, self.device, self.page = rows, sizes, device, page
         self.kernel = None if device.type == "cuda" else "reference"
         self.random = Random(device)
