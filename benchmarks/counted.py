@@ -17,12 +17,12 @@ CHILD = "--child"
 Kernel = dict[str, Any]
 
 
-def profiled(run: Callable[[], object], arch: str, sms: int) -> list[Kernel]:
-    """The kernels of one run, from the emulator's profile."""
+def profiled(run: Callable[[], object], arch: str, sms: int, *, keep_findings: bool = False) -> list[Kernel]:
+    """The kernels of one run, from the emulator's profile; a finding of its checks raises, unless they are kept."""
     import emulator
     from emulator.profile import summary
 
-    with emulator.device(arch, sms=sms, schedule="eager") as device:
+    with emulator.device(arch, sms=sms, schedule="eager", keep_findings=keep_findings) as device:
         run()
     profile: Any = device.profile
     kernels: list[Kernel] = json.loads(summary(profile).to_json())["kernels"]
