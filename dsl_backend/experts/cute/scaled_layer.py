@@ -40,7 +40,8 @@ class ScaledExpertsKey(ExpertsKey):
 
 def product_of(key: ProductKey, gemm: ScaledGemmSpec, beside: bool, kernel_arch: str) -> Any:
     product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.scaled_grouped").product
-    return product(key, key_of(gemm, key.config, False), beside)
+    config: Any = key.config
+    return product(key, key_of(gemm, config, False), beside)
 
 
 class ScaledExpertsLayer:

@@ -78,7 +78,7 @@ class PromotedGroupedGemm(ScaledGroupedGemm, PromotedGemm):
             # A row of the output, or any where there is none: nothing is stored there.
             row = work.first_row + cutlass.min(place, work.rows - 1)
             x_row = self.x_row(params, row)
-            of_expert = params.of_expert(work.expert)
+            of_expert: Any = params.of_expert(work.expert)
             for part in cutlass.range_constexpr(len(sums)):
                 sums[part].fill(0.0)
             scale_0, scale_1 = self.group_scales(of_expert, x_row, work.n_tile, 0)
