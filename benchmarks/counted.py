@@ -17,8 +17,10 @@ CHILD = "--child"
 Kernel = dict[str, Any]
 
 
-def profiled(run: Callable[[], object], arch: str, sms: int, tensors: Sequence[Any] = ()) -> list[Kernel]:
-    """The kernels of one run, from the emulator's profile.
+def profiled(
+    run: Callable[[], object], arch: str, sms: int, tensors: Sequence[Any] = (), *, keep_findings: bool = False
+) -> list[Kernel]:
+    """The kernels of one run, from the emulator's profile; a finding of its checks raises, unless they are kept.
 
     Args:
         tensors: that kernels are given by their addresses alone.
@@ -26,7 +28,7 @@ def profiled(run: Callable[[], object], arch: str, sms: int, tensors: Sequence[A
     import emulator
     from emulator.profile import summary
 
-    with emulator.device(arch, sms=sms, schedule="eager") as device:
+    with emulator.device(arch, sms=sms, schedule="eager", keep_findings=keep_findings) as device:
         for tensor in tensors:
             device.register(tensor)
         run()

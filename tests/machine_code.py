@@ -305,18 +305,26 @@ def sm90_scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
 
 def experts_subjects() -> Iterator[Subject]:
     """All pairs of tiles that are chosen for a layer."""
-    for name, facts in EXPERTS_LAYERS.items():
-        yield Subject(
-            id=f"sm_90a-experts-{name}", arch="sm_90a", kernels=partial(experts_kernels, "sm_90a", ExpertsSpec(**facts))
-        )
+    for arch in ("sm_90a", "sm_100a"):
+        for name, facts in EXPERTS_LAYERS.items():
+            kernels = partial(experts_kernels, arch, ExpertsSpec(**facts))
+            yield Subject(id=f"{arch}-experts-{name}", arch=arch, kernels=kernels)
 
 
 def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
+    from dsl_backend.experts import scaled_configs
+    from dsl_backend.experts.cute import scaled_host
     from dsl_backend.experts.precompile import precompile_specs_of
     from dsl_backend.runtime.target import from_arch
 
-    for unit in precompile_specs_of(spec, from_arch(arch)):
-        yield Made((unit.key.first, unit.key.second), unit.compile)
+    target = from_arch(arch)
+    if spec.weight is None:
+        for unit in precompile_specs_of(spec, target):
+            yield Made((unit.key.first, unit.key.second), unit.compile)
+        return
+    for config in scaled_configs.candidates(spec, target):
+        key = scaled_host.key_of(spec, config)
+        yield Made((key.first, key.second), partial(scaled_host.build, key, target))
 
 
 def sampling_subjects() -> Iterator[Subject]:

@@ -82,6 +82,13 @@ QWEN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
+QWEN_4B: dict[str, Any] = QWEN | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+
 # Qwen3-30B-A3B's.
 QWEN_MOE: dict[str, Any] = QWEN | {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -168,6 +175,13 @@ SHAPES = {
         backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
         weight_bytes=1.2e9,
         token_bytes=28 * 2 * 8 * 128 * 2,
+    ),
+    "qwen3-4b": Shape(
+        config=QWEN_4B,
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=8.0e9,
+        token_bytes=36 * 2 * 8 * 128 * 2,
     ),
     # In 80 GB there is room for one engine at a time.
     "qwen3-30b-a3b": Shape(

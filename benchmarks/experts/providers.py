@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The providers of routed experts: this package, vLLM's Triton kernels, and FlashInfer's CUTLASS kernels."""
+"""The providers of routed experts: this package, vLLM's Triton and DeepGEMM kernels, FlashInfer's CUTLASS kernels."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from dsl_backend.experts import api, dispatch
 from dsl_backend.providers import Run, provider
-from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP
 from dsl_backend.runtime import target as targets
 
 from ..columns import missing, reasons
@@ -94,6 +95,73 @@ def flashinfer_cutlass(problem: Problem, inputs: Inputs) -> Run:
 
     with autotune(True):
         run(0)
+    return run
+
+
+def deep_gemm_objections(problem: Problem) -> list[str]:
+    if problem.weight != BLOCK_SCALED:
+        return ["weights that are not in e4m3 with scales of 128x128 blocks"]
+    if reasons := missing("vllm"):
+        return reasons
+    from vllm.utils.deep_gemm import is_deep_gemm_supported
+
+    return [] if is_deep_gemm_supported() else ["vLLM finds no DeepGEMM for this GPU"]
+
+
+def deep_gemm_kernels(problem: Problem, layers: Sequence[Layer], device: torch.device) -> list[Any]:
+    """A kernel of vLLM's for each layer: its quantisation of x, its permutation, DeepGEMM, and its sum."""
+    from vllm.model_executor.layers.fused_moe import config, modular_kernel
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.deep_gemm_moe import DeepGemmExperts
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
+
+    facts = config.FusedMoEConfig(
+        num_experts=problem.experts,
+        experts_per_token=problem.topk,
+        hidden_dim=problem.hidden,
+        intermediate_size=problem.width,
+        num_local_experts=problem.experts,
+        num_logical_experts=problem.experts,
+        activation=MoEActivation.SILU,
+        device=device,
+        routing_method=config.RoutingMethodType.Renormalize,
+        moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
+        in_dtype=problem.dtype,
+    )
+    return [
+        modular_kernel.FusedMoEKernel(
+            MoEPrepareAndFinalizeNoDPEPModular(), DeepGemmExperts(facts, vllm_scheme(problem, layer))
+        )
+        for layer in layers
+    ]
+
+
+@provider("experts", name="vLLM DeepGEMM", objections=deep_gemm_objections, package="vllm")
+def vllm_deep_gemm(problem: Problem, inputs: Inputs) -> Run:
+    """DeepGEMM's grouped products as vLLM calls them: x is quantised and gathered before them, in the timing."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.v1.worker.workspace import init_workspace_manager, is_workspace_manager_initialized
+
+    device = inputs.layers[0].x.device
+    if not is_workspace_manager_initialized():
+        init_workspace_manager(device)
+    kernels = deep_gemm_kernels(problem, inputs.layers, device)
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        made: torch.Tensor = kernels[index].apply(
+            hidden_states=layer.x,
+            w1=layer.w13,
+            w2=layer.w2,
+            topk_weights=layer.topk_weights,
+            topk_ids=layer.topk_ids,
+            activation=MoEActivation.SILU,
+            global_num_experts=problem.experts,
+            expert_map=None,
+            apply_router_weight_on_input=False,
+        )
+        return made
+
     return run
 
 

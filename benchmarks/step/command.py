@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..engine.models import SHAPES, Shape, write
 from ..entry import at_least
 from ..processes import child_environment, stop_group
 from . import worker
-from .trace import Step, summarized
+from .trace import Launch, Step, layer, summarized
 from .worker import Job
 
 CACHE_TOKENS = 16384
@@ -74,8 +74,10 @@ def engine_arguments(shape: Shape, options: argparse.Namespace) -> dict[str, Any
     } | options.engine
 
 
-def profiled(backend: str, shape: Shape, options: argparse.Namespace, folder: Path) -> tuple[Step, dict[str, Any]]:
-    """The step of a backend, and what the worker says of it.
+def profiled(
+    backend: str, shape: Shape, options: argparse.Namespace, folder: Path
+) -> tuple[Step, list[Launch], dict[str, Any]]:
+    """The step of a backend, one of its layers, and what the worker says of it.
 
     Raises:
         RuntimeError: the worker failed or took too long.
@@ -107,11 +109,13 @@ def profiled(backend: str, shape: Shape, options: argparse.Namespace, folder: Pa
     if not result.exists():
         raise RuntimeError(f"the process {cause(log.read_text(errors='replace'), status)}")
     trace = folder / "trace.json"
-    step = summarized(json.loads(trace.read_text())["traceEvents"], options.steps)
+    events = json.loads(trace.read_text())["traceEvents"]
+    step = summarized(events, options.steps)
+    sequence = layer(events, options.steps, shape.config["num_hidden_layers"])
     if options.traces is not None:
         options.traces.mkdir(parents=True, exist_ok=True)
         trace.replace(options.traces / f"{backend}.json")
-    return step, json.loads(result.read_text())
+    return step, sequence, json.loads(result.read_text())
 
 
 def table(step: Step, most: int) -> str:
@@ -123,6 +127,13 @@ def table(step: Step, most: int) -> str:
         launches, us = sum(one.launches for one in others), sum(one.us for one in others)
         rows.append([f"{len(others)} others", f"{launches:g}", f"{us / launches:.2f}", f"{us:.1f}"])
     return join_rows([head, *rows])
+
+
+def layer_table(sequence: list[Launch]) -> str:
+    """A Markdown table of a layer's launches in their order."""
+    head = ["a layer's launches", "us", "adds us"]
+    rows = [[one.name, f"{one.us:.2f}", f"{one.adds_us:.2f}"] for one in sequence]
+    return join_rows([head, *rows, ["all", "", f"{sum(one.adds_us for one in sequence):.2f}"]])
 
 
 def floor_us(read: int) -> float | None:
@@ -145,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
     for backend in backends:
         with tempfile.TemporaryDirectory(prefix="dsl-step-") as name:
             try:
-                step, result = profiled(backend, shape, options, Path(name))
+                step, sequence, result = profiled(backend, shape, options, Path(name))
             except (RuntimeError, ValueError) as error:
                 print(f"{backend}: {error}", flush=True)
                 failed = True
@@ -153,7 +164,8 @@ def run(options: argparse.Namespace) -> int:
         floor = floor_us(result["bytes_read"])
         kernels = [{"name": one.name, "launches": one.launches, "us": one.us} for one in step.kernels]
         found = {"sum_us": step.sum_us, "busy_us": step.busy_us, "floor_us": floor, **result}
-        lines.write({"kind": "step", "backend": backend, **found, "kernels": kernels})
+        launches = [asdict(one) for one in sequence]
+        lines.write({"kind": "step", "backend": backend, **found, "kernels": kernels, "layer": launches})
         beside = "" if floor is None else f"; its weights are read in {floor:.0f} us at the stated memory rate"
         what = f"{options.batch} prompts of {options.prompt}" if options.prefill else f"batch {options.batch}"
         print(
@@ -162,6 +174,8 @@ def run(options: argparse.Namespace) -> int:
             f"{beside}\n{table(step, options.kernels)}",
             flush=True,
         )
+        if sequence:
+            print(f"\n{layer_table(sequence)}", flush=True)
     return 1 if failed else 0
 
 

@@ -2,8 +2,11 @@
 """What a profiler's trace says of the kernels of decode steps."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 # A kernel that is named by a template is known by its first names.
@@ -75,3 +78,44 @@ def summarized(events: Iterable[Mapping[str, Any]], steps: int) -> Step:
     kernels = [Kernel(name, len(times) / steps, sum(times) / steps) for name, times in launches.items()]
     total = busy((event["ts"], event["ts"] + event["dur"]) for event in found)
     return Step(tuple(sorted(kernels, key=lambda kernel: -kernel.us)), total / steps)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a layer.
+
+    Attributes:
+        us: from its start to its end, which may include that it waits for the launch before.
+        adds_us: from the latest end of all launches before it to its own: what the step would be shorter without it.
+    """
+
+    name: str
+    us: float
+    adds_us: float
+
+
+def layer(events: Iterable[Mapping[str, Any]], steps: int, layers: int) -> list[Launch]:
+    """The launches of one layer in their order, from one launch of a kernel that each layer has once to the next.
+
+    The median of all layers with the sequence that most layers have; it begins with the first such kernel.
+    Empty if no kernel is launched once in each layer.
+    """
+    found = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    names = [short(event["name"]) for event in found]
+    counts = Counter(names)
+    anchor = next((name for name in names if counts[name] == steps * layers), None)
+    if anchor is None:
+        return []
+    launches, reached = [], found[0]["ts"]
+    for name, event in zip(names, found, strict=True):
+        end = event["ts"] + event["dur"]
+        launches.append(Launch(name, event["dur"], max(0.0, end - reached)))
+        reached = max(reached, end)
+    begins = [number for number, name in enumerate(names) if name == anchor]
+    sequences = [launches[begin:end] for begin, end in pairwise(begins)]
+    usual, _ = Counter(tuple(one.name for one in sequence) for sequence in sequences).most_common(1)[0]
+    alike = [sequence for sequence in sequences if tuple(one.name for one in sequence) == usual]
+    return [
+        Launch(name, median(one.us for one in same), median(one.adds_us for one in same))
+        for name, same in zip(usual, zip(*alike, strict=True), strict=True)
+    ]

@@ -4,7 +4,7 @@
 import enum
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 
@@ -54,6 +54,11 @@ MORE_TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
     ),
     "sm100": (),
 }
+# One of them, of both products, is chosen among GROUPED's too: on an H200 a layer of Qwen3-30B-A3B with 2048 tokens
+# took 462 us with it, and 543 with tiles of 64 rows. By this factor estimates of OVERLAPPED's products are too low
+# beside GROUPED's; of 25 rows that were timed it is chosen in that one alone (docs/performance.md).
+TRIMMED = sm90.GemmConfig(tile_m=128, box_n=64, pingpong=True)
+OVERLAPPED_COST = 1.11
 # Rows of a block that is multiplied as a whole, or left out.
 BLOCK = 64
 # Numbers of tokens that candidates are chosen for; what is best in between is best for one of these, or nearly.
@@ -249,7 +254,7 @@ def layer_ns(config: Config, spec: ExpertsSpec, tokens: int, target: Target) -> 
     # Each expert's result is written, and read to be added up.
     summed = 2 * tokens * spec.topk * spec.hidden_size * spec.dtype.itemsize / (rates.memory * target.sm_count)
     both = sum(estimated_ns(one, gemm, spec, tokens, target, config.trims) for one, gemm in tiles)
-    return both + summed + GROUPED_NS
+    return both * (OVERLAPPED_COST if config.trims else 1.0) + summed + GROUPED_NS
 
 
 @cache
@@ -268,10 +273,21 @@ def all_fitting(spec: ExpertsSpec, target: Target, kind: Kind) -> tuple[Config, 
     return tuple(DecodeConfig(first=one, second=one) for one in fit if isinstance(one, SmallMTiles))
 
 
+def trimmed(spec: ExpertsSpec, target: Target) -> Iterator[Config]:
+    """OVERLAPPED's that dispatch chooses among; none on SM100."""
+    for config in all_fitting(spec, target, Kind.OVERLAPPED):
+        assert isinstance(config, ExpertsConfig)
+        tiles = {replace(one, stages=TRIMMED.stages) for one in (config.first, config.second)}
+        if tiles == {TRIMMED}:
+            yield config
+
+
 def serving(spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None) -> Iterator[Config]:
     """Configurations of a kind, or of those that dispatch chooses among, that serve so many tokens."""
     for one in TIMED if kind is None else (kind,):
         yield from (config for config in all_fitting(spec, target, one) if config.serves(tokens))
+    if kind is None:
+        yield from trimmed(spec, target)
 
 
 @cache

@@ -14,7 +14,7 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-ALIGNMENT = {"cute": 16, "cute-scaled": 16, **{f"cute-{kind.value}": 16 for kind in Kind}}
+ALIGNMENT = {"cute": 16, "cute-scaled": 16, "cute-scaled-sm100": 16, **{f"cute-{kind.value}": 16 for kind in Kind}}
 
 
 def unscaled(spec: ExpertsSpec) -> list[str]:
@@ -41,6 +41,11 @@ def cute_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
     return target.arch_objections("sm90") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
 
 
+def cute_scaled_sm100(spec: ExpertsSpec, target: Target) -> list[str]:
+    """The same of SM100's, which have not run on a GPU."""
+    return target.arch_objections("sm100") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
+
+
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
     return unscaled(spec) + triton_objections(target, spec.dtype)
 
@@ -64,6 +69,13 @@ TABLE = (
         for kind in Kind
     ),
     Entry("cute-scaled", "experts e4m3 sm90", "dsl_backend.experts.cute.scaled_host:bind", cute_scaled),
+    Entry(
+        "cute-scaled-sm100",
+        "experts e4m3 sm100",
+        "dsl_backend.experts.cute.scaled_host:bind",
+        cute_scaled_sm100,
+        by_name=True,
+    ),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),
     Entry("triton", "experts e4m3 triton", "dsl_backend.experts.triton.scaled:bind", triton_scaled),
     Entry("reference", "experts reference", "dsl_backend.experts.reference:bind", cpu_only),

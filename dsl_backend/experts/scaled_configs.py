@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of SM90's kernels of experts whose weights are in 8 bits; needs no CuTe DSL."""
+"""Tiles of the kernels of experts whose weights are in 8 bits; needs no CuTe DSL."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +11,7 @@ from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
 from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
 from dsl_backend.gemm.sm90.scaled_configs import MOST_PROMOTION, ScaledGemmConfig
+from dsl_backend.gemm.sm100.configs import GemmConfig, PromotedConfig
 from dsl_backend.quant.format import GROUP_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 
@@ -21,6 +22,11 @@ BOXES = (64, 32)
 # H200 Qwen3-30B-A3B's layer took 0.92 to 0.97 of the time of tiles of 128 rows with 0.5 to 32 rows, and with 128 rows
 # 0.95 (blocks) and 1.03 (channels); an eighth of DeepSeek-V3's 0.97 to 1.00 with up to 16, and with 128 0.88 and 1.08.
 SIDE_BY_SIDE_ROWS = {True: 128, False: 32}
+# Of SM100, by whether scales are of blocks, widest first. Arithmetic, none of it timed.
+SM100_TILES: dict[bool, tuple[GemmConfig, ...]] = {
+    True: tuple(PromotedConfig(box_n=box_n) for box_n in (64, 32)),
+    False: tuple(GemmConfig(box_n=box_n) for box_n in (128, 64, 32)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +72,10 @@ class ScaledExpertsConfig(ExpertsConfig):
     @property
     def group_tiles(self) -> int:
         """Tiles of the first product that a CTA finishes together."""
+        if self.beside:
+            return 1
         assert isinstance(self.first, ScaledGemmConfig)
-        return 1 if self.beside else self.first.tiles_of_group(GROUP_SCALED, 2)
+        return self.first.tiles_of_group(GROUP_SCALED, 2)
 
     def ctas(self, spec: ExpertsSpec, tokens: int, target: Target) -> tuple[int, int, int]:
         """CTAs of the routing, the first and the second product."""
@@ -107,7 +115,7 @@ def fitting(
 
 
 def objections(spec: ExpertsSpec, target: Target) -> list[str]:
-    """Why no configuration serves a layer on SM90."""
+    """Why no configuration serves a layer."""
     if spec.weight is None:
         return ["weights in 16 bits: this one's are in 8 bits"]
     reasons = []
@@ -122,12 +130,25 @@ def objections(spec: ExpertsSpec, target: Target) -> list[str]:
     return reasons
 
 
+def sm100_candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
+    """SM100's, widest first."""
+    assert spec.weight is not None
+    found = []
+    for tiles in SM100_TILES[spec.weight.blocked]:
+        first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec, True))
+        if isinstance(first, GemmConfig) and isinstance(second, GemmConfig):
+            found.append(ScaledExpertsConfig(first=first, second=second, beside=True, prefetches=True))
+    return tuple(found)
+
+
 @cache
 def candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
     """The kernels of a layer for any number of tokens; what is compiled before serving. None where nothing fits.
 
-    Those of many rows first, then those whose consumers work side by side.
+    Those of many rows first, then those whose consumers work side by side, and on SM100 those of fewer columns.
     """
+    if target.kernel_arch == "sm100":
+        return sm100_candidates(spec, target)
     found = []
     for kind in (ScaledGemmConfig, SideBySideConfig):
         first, second = (fitting(kind, gemm, spec, target) for gemm in products(spec, True))
@@ -145,6 +166,10 @@ def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfi
     """
     assert spec.weight is not None
     tall, *others = candidates(spec, target.sparing(0))
+    if target.kernel_arch == "sm100":
+        # The widest that give most SMs a tile.
+        filling = (one for one in (tall, *others) if 4 * one.ctas(spec, tokens, target)[1] >= 3 * target.used_sms)
+        return next(filling, others[-1] if others else tall)
     few = tokens * spec.topk <= SIDE_BY_SIDE_ROWS[spec.weight.blocked] * spec.num_experts
     for side in others:
         if few and 4 * side.ctas(spec, tokens, target)[1] >= 3 * target.used_sms:

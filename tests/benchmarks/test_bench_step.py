@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.engine.models import SHAPES
 from benchmarks.step import command, worker
-from benchmarks.step.trace import busy, short, summarized
+from benchmarks.step.trace import Launch, busy, layer, short, summarized
 from benchmarks.step.worker import Job, Prompts, Requests, bytes_read
 
 
@@ -34,6 +34,21 @@ def test_kernels_of_a_step() -> None:
     lines = command.table(step, 1).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == ["b<1>(int)", "1", "30.00", "30.0"]
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == ["1 others", "2", "11.00", "22.0"]
+
+
+def test_launches_of_a_layer() -> None:
+    """Two steps of three layers. b starts while a runs, and waits for it; a sampler is behind the last layer."""
+    trace = []
+    for step in (0, 1000):
+        for number in range(3):
+            begin = step + 100 * number + 1
+            trace += [kernel("b", begin + 5, 26), kernel("a", begin, 20), kernel("c", begin + 40, 4)]
+        trace.append(kernel("sample", step + 500, 7))
+    # The first layer begins behind nothing, or the step before; the others 56 us behind c's end.
+    assert layer(trace, 2, 3) == [Launch("a", 20, 76), Launch("b", 26, 11), Launch("c", 4, 13)]
+    assert layer(trace, 2, 4) == []
+    *_, total = command.layer_table(layer(trace, 2, 3)).splitlines()
+    assert [cell.strip() for cell in total.split("|")[1:-1]] == ["all", "", "100.00"]
 
 
 def test_no_kernel_is_an_error() -> None:

@@ -249,6 +249,20 @@ def test_the_kind_that_was_faster_is_chosen(sizes: tuple[int, ...]) -> None:
         assert configs.choose(layer, tokens, h100) in configs.all_fitting(layer, h100, kind)
 
 
+def test_blocks_without_rows_are_left_out_where_that_was_faster() -> None:
+    """Of five layers with 32 to 8192 tokens on an H200 (docs/performance.md)."""
+    h200 = replace(H200, chip=next(chip for chip in H200.chips if chip.memory_gb_s > 4000))
+    sizes = (*TIMED, (32, 7168, 2048, 8))
+    found = [
+        (*one, tokens)
+        for one in sizes
+        for layer in [spec(num_experts=one[0], hidden_size=one[1], intermediate_size=one[2], topk=one[3])]
+        for tokens in (32, 128, 512, 2048, 8192)
+        if configs.choose(layer, tokens, h200) in set(configs.trimmed(layer, h200))
+    ]
+    assert found == [(128, 2048, 768, 8, 2048)]
+
+
 def test_experts_with_more_rows_than_a_tile_have_more_tiles() -> None:
     qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
     # 128 rows on average: of tiles of so many rows half of the experts need a second one.
@@ -262,7 +276,10 @@ def test_experts_with_more_rows_than_a_tile_have_more_tiles() -> None:
 def test_kinds_that_were_not_timed_are_taken_by_name_alone() -> None:
     qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
     timed = set(configs.candidates(qwen, H200))
-    assert not timed & set(configs.candidates(qwen, H200, configs.Kind.OVERLAPPED))
+    of_both = set(configs.trimmed(qwen, H200))
+    assert len(of_both) == 1
+    assert timed & set(configs.all_fitting(qwen, H200, configs.Kind.OVERLAPPED)) == of_both
+    assert not set(configs.trimmed(qwen, from_arch("sm_100a")))
     overlapped = configs.choose(qwen, 2048, H200, configs.Kind.OVERLAPPED)
     assert isinstance(overlapped, configs.ExpertsConfig)
     assert overlapped.prefetches

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts whose weights are in 8 bits: the door, the kernels of any host, and SM90's kernels on the emulator."""
+"""Experts whose weights are in 8 bits: the door, the kernels of any host, and those of SM90 and SM100 emulated."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from experts_cases import SCHEDULES, SMS, TARGET
+from experts_cases import SCHEDULES, SMS, TARGETS
 
 import emulator
 from dsl_backend.errors import InvalidInput, Unsupported
@@ -16,6 +17,7 @@ from dsl_backend.experts.cute import scaled_host as host
 from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, SideBySideConfig
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
+from dsl_backend.gemm.sm100.configs import GemmConfig, PromotedConfig
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import target as targets
@@ -143,6 +145,8 @@ def test_which_kernels_serve() -> None:
             dispatch.choose(replace(BLOCKS.spec, **changes), target, kernel)
     with pytest.raises(Unsupported, match="sm_100a"):
         dispatch.choose(BLOCKS.spec, from_arch("sm_100a"), "cute-scaled")
+    with pytest.raises(Unsupported, match="sm_90a"):
+        dispatch.choose(BLOCKS.spec, target, "cute-scaled-sm100")
 
 
 @pytest.mark.parametrize("weight", [BLOCK_SCALED, ROW_SCALED])
@@ -231,6 +235,13 @@ FEW = ScaledExpertsConfig(first=SIDE, second=THIN, beside=True, prefetches=True,
 FEW_CHANNELS = ScaledExpertsConfig(
     first=replace(THIN, promotion=4), second=replace(SIDE, promotion=4), beside=True, prefetches=True, trims=True
 )
+NARROW_100, WIDE_100 = PromotedConfig(box_n=32, stages=2), PromotedConfig(box_n=64, stages=3)
+BLOCKS_100 = ScaledExpertsConfig(first=NARROW_100, second=WIDE_100, beside=True, prefetches=True)
+MORE_BLOCKS_100 = ScaledExpertsConfig(first=WIDE_100, second=PromotedConfig(box_n=16, stages=2), beside=True)
+CHANNELS_100 = ScaledExpertsConfig(
+    first=GemmConfig(box_n=32, stages=2), second=GemmConfig(box_n=16, stages=3), beside=True, prefetches=True
+)
+# id -> (case, tiles, CTAs of the routing).
 EMULATED: dict[str, tuple[str, ScaledExpertsConfig, int]] = {
     "epilogue": ("blocks", EPILOGUE, 1),
     "beside": ("blocks-padding", BESIDE, 1),
@@ -251,40 +262,94 @@ EMULATED: dict[str, tuple[str, ScaledExpertsConfig, int]] = {
     "channels-x": ("channels-x", CHANNELS, 2),
     "channels-interleaved": ("channels-interleaved", CHANNELS, 1),
 }
+SM100_EMULATED: dict[str, tuple[str, ScaledExpertsConfig, int]] = {
+    # An expert map, a limited activation, router's numbers that are padding.
+    "blocks-padding": ("blocks-padding", BLOCKS_100, 1),
+    "blocks-wide": ("blocks-wide", MORE_BLOCKS_100, 1),
+    # Several tiles of rows an expert, and of columns; several CTAs sort.
+    "blocks-tall": ("blocks-tall", BLOCKS_100, 3),
+    "blocks-one": ("blocks-one", BLOCKS_100, 1),
+    "blocks-all-padding": ("blocks-all-padding", BLOCKS_100, 1),
+    "blocks-special": ("blocks-special", MORE_BLOCKS_100, 1),
+    "blocks-no-weights": ("blocks-no-weights", BLOCKS_100, 1),
+    "channels": ("channels", CHANNELS_100, 1),
+    "channels-x": ("channels-x", CHANNELS_100, 2),
+    "channels-interleaved": ("channels-interleaved", CHANNELS_100, 1),
+}
 
 
-def emulate(case: ExpertsCase, config: ScaledExpertsConfig, schedule: str, seed: int, routing_ctas: int = 1) -> None:
+def emulate(
+    case: ExpertsCase,
+    config: ScaledExpertsConfig,
+    schedule: str,
+    seed: int,
+    routing_ctas: int = 1,
+    arch: str = "sm_90a",
+) -> None:
     """Compile, run on the emulator, judge; any finding or warning raises."""
-    given, spec = tensors(case, "cpu"), case.spec
-    with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=seed, strict=True):
-        function = host.build(host.key_of(spec, config), TARGET)
-        ctas = (routing_ctas, *config.ctas(spec, case.tokens, TARGET)[1:])
+    given, spec, target = tensors(case, "cpu"), case.spec, TARGETS[arch]
+    with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=seed, strict=True):
+        function = host.build(host.key_of(spec, config), target)
+        ctas = (routing_ctas, *config.ctas(spec, case.tokens, target)[1:])
         host.run(function, spec, config, given, ctas, Workspace(given.x.device))
     judge(case, given)
 
 
-def marked() -> list[Any]:
+def marked(cases: Iterable[str]) -> list[Any]:
     """Parameters (name, schedule): each under one schedule, under the others where there is time."""
     found = []
-    for i, name in enumerate(EMULATED):
+    for i, name in enumerate(cases):
         for j, schedule in enumerate(SCHEDULES):
             late = pytest.mark.full if (i + j) % 3 else pytest.mark.rest
             found.append(pytest.param(name, schedule, marks=() if i == j == 0 else late))
     return found
 
 
-@pytest.mark.parametrize(("name", "schedule"), marked())
+@pytest.mark.parametrize(("name", "schedule"), marked(EMULATED))
 def test_sm90(name: str, schedule: str) -> None:
     case, config, routing_ctas = EMULATED[name]
     emulate(SCALED_CASES[case], config, schedule, 1, routing_ctas)
+
+
+@pytest.mark.parametrize(("name", "schedule"), marked(SM100_EMULATED))
+def test_sm100(name: str, schedule: str) -> None:
+    case, config, routing_ctas = SM100_EMULATED[name]
+    emulate(SCALED_CASES[case], config, schedule, 1, routing_ctas, "sm_100a")
+
+
+def random_served_case(draw: random.Random, most: int) -> ExpertsCase:
+    case = random_scaled_case(draw, most)
+    if case.router_weights is RouterWeights.INPUT:
+        case = replace(case, router_weights=RouterWeights.OUTPUT)
+    return case
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
 def test_sm90_fuzz(seed: int) -> None:
     draw = random.Random(seed)
-    case = random_scaled_case(draw, 200)
-    if case.router_weights is RouterWeights.INPUT:
-        case = replace(case, router_weights=RouterWeights.OUTPUT)
+    case = random_served_case(draw, 200)
     configs = (EPILOGUE, BESIDE, FOURS, FEW) if case.weight == BLOCK_SCALED else (CHANNELS, FEW_CHANNELS)
     emulate(case, draw.choice(configs), SCHEDULES[seed % 3], seed, draw.choice((1, 1, 3)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(60))
+def test_sm100_fuzz(seed: int) -> None:
+    draw = random.Random(seed)
+    case = random_served_case(draw, 200)
+    configs = (BLOCKS_100, MORE_BLOCKS_100) if case.weight == BLOCK_SCALED else (CHANNELS_100,)
+    emulate(case, draw.choice(configs), SCHEDULES[seed % 3], seed, draw.choice((1, 1, 3)), "sm_100a")
+
+
+@pytest.mark.parametrize("weight", [BLOCK_SCALED, ROW_SCALED])
+def test_sm100_has_tiles_for_each_number_of_tokens(weight: ScaledFormat) -> None:
+    """The widest that give most SMs one; and fewer columns for one token."""
+    target = from_arch("sm_100a")
+    spec = replace(BLOCKS.spec, num_experts=128, hidden_size=2048, intermediate_size=768, topk=8, weight=weight)
+    found = [scaled_configs.choose(spec, tokens, target) for tokens in (1, 64, 4096)]
+    assert set(found) <= set(scaled_configs.candidates(spec, target))
+    boxes = [config.first.box_n for config in found]
+    assert boxes == sorted(boxes)
+    assert boxes[0] < boxes[-1]
+    assert dispatch.choose(spec, target, "cute-scaled-sm100").title == "experts e4m3 sm100"

@@ -91,7 +91,8 @@ def build(key: ScaledExpertsKey, target: Target) -> Function:
     """The compiled function of x and `ScaledExpertsArgs`; it launches on torch's current stream."""
     args = fake_args(key)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_kernel(ScaledExpertsLayer(key), (args.operands.x, args, stream), key=key, target=target)
+    layer = ScaledExpertsLayer(key, target.kernel_arch or "")
+    return compile_kernel(layer, (args.operands.x, args, stream), key=key, target=target)
 
 
 def scratch_of(

@@ -2,6 +2,8 @@
 """All launches of a layer whose weights are in 8 bits, in one host function."""
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -10,11 +12,9 @@ from dsl_backend.experts.cute.combine import Combine
 from dsl_backend.experts.cute.key import ExpertsKey, ProductKey
 from dsl_backend.experts.cute.routing import Routing
 from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs
-from dsl_backend.experts.cute.sm90.scaled_grouped import ScaledGroupedGemm
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.scaled import ScaledGemmSpec
 from dsl_backend.gemm.scaled_host import key_of
-from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.quant.cute.kernel import Quantise, QuantiseKey
 from dsl_backend.quant.format import ScaledFormat
 
@@ -38,9 +38,10 @@ class ScaledExpertsKey(ExpertsKey):
     second_gemm: ScaledGemmSpec
 
 
-def product_of(key: ProductKey, gemm: ScaledGemmSpec, beside: bool) -> ScaledGroupedGemm:
-    assert isinstance(key.config, ScaledGemmConfig)
-    return ScaledGroupedGemm(key, key_of(gemm, key.config, False), beside)
+def product_of(key: ProductKey, gemm: ScaledGemmSpec, beside: bool, kernel_arch: str) -> Any:
+    product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.scaled_grouped").product
+    config: Any = key.config
+    return product(key, key_of(gemm, config, False), beside)
 
 
 class ScaledExpertsLayer:
@@ -49,10 +50,10 @@ class ScaledExpertsLayer:
     Writes operands.out; at least one token.
     """
 
-    def __init__(self, key: ScaledExpertsKey):
+    def __init__(self, key: ScaledExpertsKey, kernel_arch: str):
         first, second = key.products
-        self.first = product_of(first, key.first_gemm, key.beside)
-        self.second = product_of(second, key.second_gemm, False)
+        self.first = product_of(first, key.first_gemm, key.beside, kernel_arch)
+        self.second = product_of(second, key.second_gemm, False, kernel_arch)
         self.routing = Routing(key.num_experts, self.first.tile_m, waits_first=True)
         self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
         quantised = QuantiseKey(by_group=key.activations.blocked, dtype=key.dtype)

@@ -10,8 +10,8 @@ from cutlass import cute
 
 from dsl_backend.experts.cute.grouped import VECTOR_BYTES, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
-from dsl_backend.gemm.sizes import BLOCK_K, WARP, WARPGROUP
-from dsl_backend.gemm.sm100.configs import LOAD_WARP, MMA_WARP, GemmConfig
+from dsl_backend.gemm.sizes import WARP, WARPGROUP
+from dsl_backend.gemm.sm100.configs import EPILOGUE_REGISTERS, LOAD_WARP, MMA_WARP, OTHER_REGISTERS, GemmConfig
 from dsl_backend.gemm.sm100.gemm import Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch, tmem
@@ -24,6 +24,9 @@ VECTOR = VECTOR_BYTES // 2
 
 class GroupedGemm(GroupedProduct, Gemm):
     """See `experts/cute/grouped.py`. Where x is gathered, the load warp is the first of four."""
+
+    # Whether the epilogue needs more registers than an equal share, which setmaxnreg moves between whole warpgroups.
+    trades_registers = False
 
     def __init__(self, key: ProductKey):
         assert isinstance(key.config, GemmConfig)
@@ -72,13 +75,20 @@ class GroupedGemm(GroupedProduct, Gemm):
             if role != LOAD_WARP:
                 dependent_launch.wait()
         if role < 0:
+            if cutlass.const_expr(self.trades_registers):
+                cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
             self.epilogue(params, acc_pipeline, tmem_ptr, warp)
+        if cutlass.const_expr(self.trades_registers):
+            if role >= 0:
+                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
         if role == MMA_WARP:
             self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr)
         if role >= LOAD_WARP:
             if cutlass.const_expr(self.gathers):
                 thread = cute.arch.thread_idx()[0] - WARPGROUP - LOAD_WARP * WARP
-                self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP)
+                # Where registers are traded, idle warps fill a warpgroup.
+                if role < LOAD_WARP + WARPGROUP // WARP:
+                    self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP)
             else:
                 self.load(params, sX, sW, pipeline)
         cute.arch.sync_threads()
@@ -98,7 +108,7 @@ class GroupedGemm(GroupedProduct, Gemm):
     ):
         """The MMA warp."""
         tiles = self.tiles_of_cta(params).count
-        k_tiles = cute.ceil_div(params.mX.shape[1], BLOCK_K)
+        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
         self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles)
 
     @cute.jit
@@ -110,16 +120,14 @@ class GroupedGemm(GroupedProduct, Gemm):
             work = self.work_tile(params, schedule, tile)
             # A row of the output, or any where there is none: nothing is stored there.
             row = work.first_row + cutlass.min(place, work.rows - 1)
-            scale = cutlass.Float32(1.0)
-            if cutlass.const_expr(self.scaled):
-                scale = params.mScale[params.mPairs[row]]
+            factor = self.row_factor(params, row)
             if cutlass.const_expr(not self.gathers):
                 row = params.mPairs[row]
             acc_pipeline.consumer_wait(tile)
             tmem.after_sync()
             tmem_column = acc_pipeline.stage(tile) * (2 * self.box_n)
             for start in cutlass.range(0, self.columns, self.register_columns, unroll=1):
-                self.store_columns(params, tmem_ptr, tmem_column + start, work, row, start, scale, place < work.rows)
+                self.store_columns(params, tmem_ptr, tmem_column + start, work, row, start, factor, place < work.rows)
             tmem.before_sync()
             cute.arch.sync_warp()
             with cute.arch.elect_one():
@@ -134,30 +142,52 @@ class GroupedGemm(GroupedProduct, Gemm):
         work: WorkTile,
         row: cutlass.Int32,
         start: cutlass.Int32,
-        scale: cutlass.Float32,
+        factor: cutlass.Float32,
         exists: cutlass.Boolean,
     ):
-        """Neighbouring columns of a row, from `start` of the tile on, through scale, bias and activation to memory."""
+        """Neighbouring columns of a row, from `start` of the tile on, through factor, bias and activation to memory."""
         thread = cute.arch.thread_idx()[0]
         acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
             tmem.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
         cute.arch.fence_view_async_tmem_load()
-        rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
-        n = params.mOut.shape[1]
-        for i in cutlass.range_constexpr(self.register_columns // VECTOR):
+        self.store_values(params, acc, work, row, start, factor, exists)
+
+    def store_values(self, params: GroupedParams, acc: list, work: WorkTile, row, start, factor, exists):
+        """The same of accumulators in registers, a tensor for each part."""
+        for i in range(self.register_columns // VECTOR):
             column = work.n_tile * self.columns + start + i * VECTOR
             values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
-            if cutlass.const_expr(self.scaled):
-                values = [[value * scale for value in of_part] for of_part in values]
-            if cutlass.const_expr(self.has_bias):
+            values = self.factored(params, values, work, factor, column)
+            if self.has_bias:
                 values = self.with_expert_bias(params, values, work.expert, column)
-            found = self.activate(*values) if cutlass.const_expr(self.gated) else values[0]
-            for j in cutlass.range_constexpr(VECTOR):
+            found = self.activate(*values) if self.gated else values[0]
+            rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
+            for j in range(VECTOR):
                 rOut[j] = found[j].to(self.out_dtype)
-            if exists:
-                if column < n:
-                    store_vector(rOut, params.mOut.iterator, cutlass.Int64(row) * params.mOut.stride[0] + column)
+            self.store_row_vector(params, rOut, row, column, exists)
+
+    @cute.jit
+    def store_row_vector(
+        self,
+        params: GroupedParams,
+        rOut: cute.Tensor,
+        row: cutlass.Int32,
+        column: cutlass.Int32,
+        exists: cutlass.Boolean,
+    ):
+        """8 neighbouring columns of a row of the output, if there are such."""
+        if exists:
+            if column < params.mOut.shape[1]:
+                store_vector(rOut, params.mOut.iterator, cutlass.Int64(row) * params.mOut.stride[0] + column)
+
+    def row_factor(self, params: GroupedParams, row):
+        """What `factored` multiplies a row's accumulators with; `row` is that of the expert's rows in order."""
+        return params.mScale[params.mPairs[row]] if self.scaled else cutlass.Float32(1.0)
+
+    def factored(self, params: GroupedParams, values: list, work: WorkTile, factor, column) -> list:
+        """8 accumulators of neighbouring columns of each part."""
+        return [[value * factor for value in of_part] for of_part in values] if self.scaled else values
 
     def with_expert_bias(self, params: GroupedParams, values: list, expert, column) -> list:
         """8 neighbouring columns of each part plus the bias of an expert; any values past the last column."""

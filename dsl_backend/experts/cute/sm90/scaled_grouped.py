@@ -6,7 +6,7 @@ With scales of groups, the first product's CTA finishes tiles side by side until
 result, and quantises them. With a scale for each row, and where that is chosen, it writes them in 16 bits.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -14,6 +14,7 @@ from cutlass import cute
 
 from dsl_backend.experts.cute.grouped import GroupedParams, Schedule, WorkTile
 from dsl_backend.experts.cute.key import ProductKey
+from dsl_backend.experts.cute.scaled_grouped import ScaledGroupedParams, ScaledProduct
 from dsl_backend.experts.cute.sm90.grouped import GroupedGemm
 from dsl_backend.experts.scaled_configs import SideBySideConfig
 from dsl_backend.gemm.scaled_key import ScaledKey
@@ -29,27 +30,7 @@ from dsl_backend.primitives.pipeline import Pipeline
 GATHERING_REGISTERS = 224, 56
 
 
-@dataclass(frozen=True)
-class ScaledGroupedParams(GroupedParams):
-    """With scales.
-
-    Attributes:
-        mXScale: float32 [tokens or rows, groups] or [tokens or rows].
-        mWeightScale: float32 [E, blocks of rows, blocks of k] or [E, parts * n]; of one expert without the first mode.
-        mOutScale: float32 [rows, groups] of a quantised output; else missing.
-    """
-
-    mXScale: cute.Tensor
-    mWeightScale: cute.Tensor
-    mOutScale: cute.Tensor
-
-    def of_expert(self, expert: cutlass.Int32) -> "ScaledGroupedParams":
-        """The same with the weights' scales of an expert."""
-        others = (None,) * (cute.rank(self.mWeightScale) - 1)
-        return replace(self, mWeightScale=self.mWeightScale[(expert, *others)])
-
-
-class ScaledGroupedGemm(GroupedGemm, ScaledGemm):
+class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
     """One of the two products; see `experts/cute/grouped.py`.
 
     Args:
@@ -69,30 +50,6 @@ class ScaledGroupedGemm(GroupedGemm, ScaledGemm):
             self.epi_tile = (MMA_M, self.columns)
         if self.gathers:
             self.consumer_registers, self.producer_registers = GATHERING_REGISTERS
-
-    @property
-    def quantises(self) -> bool:
-        """Whether the output is quantised in the epilogue."""
-        return self.out_format is not None
-
-    def matrices(self, args: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """(x, weight, out) of the product."""
-        operands, scratch = args.operands, args.scratch
-        if not self.gathers:
-            return scratch.hidden, operands.w2, scratch.made
-        x = operands.x if scratch.x is None else scratch.x
-        return x, operands.w13, scratch.wide if self.beside else scratch.hidden
-
-    def extended(self, params: GroupedParams, args: Any) -> ScaledGroupedParams:
-        """The parameters with scales."""
-        operands, scratch = args.operands, args.scratch
-        x_scale, weight_scale, out_scale = scratch.hidden_scale, operands.scales.w2, None
-        if self.gathers:
-            x_scale = operands.scales.x if scratch.x is None else scratch.x_scale
-            weight_scale = operands.scales.w13
-            out_scale = scratch.hidden_scale if self.quantises else None
-        base = {field.name: getattr(params, field.name) for field in fields(params)}
-        return ScaledGroupedParams(**base, mXScale=x_scale, mWeightScale=weight_scale, mOutScale=out_scale)
 
     def tiles_of_cta(self, params: GroupedParams) -> Schedule:
         """As the base's, of groups of tiles side by side, of which all are counted."""
@@ -267,3 +224,8 @@ class ScaledGroupedGemm(GroupedGemm, ScaledGemm):
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                     of_part = replace(work, n_tile=work.n_tile + part)
                     self.store_rows(params, sOut[None, None, group], of_part, top, thread)
+
+
+def product(key: ProductKey, scaled: ScaledKey[Any], beside: bool) -> ScaledGroupedGemm:
+    """The kernel of a product."""
+    return ScaledGroupedGemm(key, scaled, beside)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the work of SM100's grouped GEMMs with that of quack's, counted in the emulator.
+
+`python -m benchmarks.experts.model` runs both products of two experts with 128 rows each, k = 1024 in bfloat16: one
+tile of 128 x 256 accumulators for each of two CTAs. It prints the work of a CTA. Nothing here is a measurement: the
+cycles come from the emulator's model, which uses public rates.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+
+import torch
+
+from ..counted import CHILD, Kernel, answer, in_child, pretend, profiled
+from ..linear.model import amounts
+
+MODULE = "benchmarks.experts.model"
+ARCH = "sm_100a"
+SMS = 2
+EXPERTS, ROWS, COLUMNS, K = 2, 128, 256, 1024
+PROVIDERS = ("dsl", "quack")
+PRODUCTS = ("first", "second")
+BF16 = torch.bfloat16
+# What `amounts` calls the role with most instructions; the warps that gather may be that here.
+EPILOGUE, BUSIEST = "the epilogue's warps", "the role with most"
+
+
+def matrices(*shape: int) -> torch.Tensor:
+    return (torch.randn(*shape) * K**-0.5).to(BF16)
+
+
+def ours(product: str) -> None:
+    """A layer; of the first product the accumulators are gate and up."""
+    from dsl_backend.experts.args import ExpertsOperands
+    from dsl_backend.experts.configs import ExpertsConfig
+    from dsl_backend.experts.cute import host
+    from dsl_backend.experts.spec import ExpertsSpec
+    from dsl_backend.gemm.sm100.configs import GemmConfig
+    from dsl_backend.runtime.target import from_arch
+    from dsl_backend.runtime.workspace import Workspace
+
+    hidden, width = (K, COLUMNS // 2) if product == "first" else (COLUMNS, K)
+    spec = ExpertsSpec(num_experts=EXPERTS, hidden_size=hidden, intermediate_size=width, topk=1, dtype=BF16)
+    tiles = GemmConfig(box_n=COLUMNS // 2, stages=4)
+    config = ExpertsConfig(first=tiles, second=tiles)
+    tokens = EXPERTS * ROWS
+    operands = ExpertsOperands(
+        x=torch.randn(tokens, hidden).to(BF16),
+        w13=matrices(EXPERTS, 2 * width, hidden),
+        w2=matrices(EXPERTS, hidden, width),
+        topk_weights=torch.ones(tokens, 1),
+        topk_ids=(torch.arange(tokens, dtype=torch.int32) % EXPERTS)[:, None].contiguous(),
+        w13_bias=None,
+        w2_bias=None,
+        expert_map=None,
+        out=torch.empty(tokens, hidden, dtype=BF16),
+    )
+    function = host.build(host.key_of(spec, config), from_arch(ARCH))
+    host.run(function, spec, config, operands, (1, SMS, SMS), Workspace(torch.device("cpu")))
+
+
+def theirs(product: str) -> None:
+    """Runs quack's kernel; needs a process of its own. Gate and up rows alternate; the second product's rows lie in
+    order on both sides.
+    """
+    pretend(ARCH)
+    chosen = import_module("cases_quack").config(ARCH, tile_m=ROWS, tile_n=COLUMNS)
+    interface = import_module("quack.gemm_interface")
+    tokens = EXPERTS * ROWS
+    x, weights = torch.randn(tokens, K).to(BF16), matrices(EXPERTS, COLUMNS, K).mT
+    starts = torch.arange(EXPERTS + 1, dtype=torch.int32) * ROWS
+    if product == "first":
+        order = torch.arange(tokens, dtype=torch.int32).view(ROWS, EXPERTS).T.reshape(-1).contiguous()
+        facts = {"cu_seqlens_m": starts, "A_idx": order, "store_preact": False, "config": chosen}
+        interface.gemm_act(x, weights, activation="swiglu", **facts)
+    else:
+        out = torch.empty(tokens, COLUMNS, dtype=BF16)
+        interface.gemm_tuned.fn(x, weights, out, cu_seqlens_m=starts, config=chosen)
+
+
+def product_of(kernels: list[Kernel], product: str) -> Kernel:
+    """One of a layer's two products: the first one has twice the FLOPs. A peer has one kernel."""
+    flops = {id(one): sum(sum(role["flops"].values()) for role in one["roles"]) for one in kernels}
+    by_flops = sorted(kernels, key=lambda one: -flops[id(one)])
+    return by_flops[0 if product == "first" or len(by_flops) == 1 or not flops[id(by_flops[1])] else 1]
+
+
+def table() -> Iterator[str]:
+    """The lines of a Markdown table."""
+    found = {
+        (provider, product): amounts([product_of(in_child(MODULE, f"{provider}-{product}"), product)])
+        for product in PRODUCTS
+        for provider in PROVIDERS
+    }
+    yield f"| a tile of {ROWS} x {COLUMNS} accumulators, of one CTA | gather and SwiGLU | ratio | scatter | ratio |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    for what in found["dsl", "first"]:
+        if not any(amount.get(what) for amount in found.values()):
+            continue
+        cells = []
+        for product in PRODUCTS:
+            mine, other = (found[provider, product].get(what, 0.0) for provider in PROVIDERS)
+            cells += [f"{mine:,.0f} / {other:,.0f}", f"{mine / other:.2f}" if other else ""]
+        yield f"| {what.replace(EPILOGUE, BUSIEST)} | {' | '.join(cells)} |"
+
+
+def main() -> int:
+    names = [f"{provider}-{product}" for provider in PROVIDERS for product in PRODUCTS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(CHILD, nargs=1, choices=names, metavar="PROVIDER", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        provider, product = options.child[0].split("-")
+        run = ours if provider == "dsl" else theirs
+        # quack's matrix products read what cp.async wrote, without a proxy fence that the emulator sees.
+        return answer(profiled(lambda: run(product), ARCH, SMS, keep_findings=provider == "quack"))
+    for line in table():
+        sys.stdout.write(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
