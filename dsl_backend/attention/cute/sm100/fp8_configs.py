@@ -27,7 +27,7 @@ from dsl_backend.quant.format import E4M3
 
 QUERY_WARP = DEQUANT_WARP  # the first of the warpgroup that quantizes Q, where others have one that dequantizes K and V
 # 640 threads start with 96 each.
-FP8_REGISTERS = Registers(softmax=160, correction=64, other=48, dequant=48)
+FP8_REGISTERS = Registers(softmax=152, correction=64, other=48, dequant=64)
 MOST_DIM, MOST_DIM_V = 192, 128
 
 
