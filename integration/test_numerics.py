@@ -103,6 +103,15 @@ FP8_PRODUCTS: dict[str, Any] = {
     "kv_cache_dtype": "fp8",
     "additional_config": {"dsl": {"attention_kernel": "cute-fp8"}},
 }
+# Prompts attend to projected keys, as FLASHMLA's do: the cache is read by later pieces of a prompt, and by decode.
+FP8_MLA_OPTIONS = {"mla_latent_queries": 8}
+FP8_MLA: dict[str, Any] = {
+    "kv_cache_dtype": "fp8",
+    "block_size": 64,
+    "max_num_batched_tokens": 48,
+    "enable_chunked_prefill": True,
+    "additional_config": {"dsl": FP8_MLA_OPTIONS},
+}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = (
@@ -187,17 +196,17 @@ SETTINGS = (
     ),
     Setting(
         id="fp8-mla",
-        engine={"kv_cache_dtype": "fp8", "block_size": 64},
+        engine=FP8_MLA,
         cases=("deepseek_v2",),
         dtypes=("bfloat16",),
         also_theirs=True,
         cuda_only=True,
         peer="FLASHMLA",
-        why="latent keys of 8 bits",
+        why="latent keys of 8 bits; what a piece of a prompt sees of the pieces before it is in the cache",
     ),
     Setting(
         id="fp8-products-mla",
-        engine=FP8_PRODUCTS | {"block_size": 64},
+        engine=FP8_MLA | {"additional_config": {"dsl": {"attention_kernel": "cute-fp8"} | FP8_MLA_OPTIONS}},
         cases=("deepseek_v2",),
         dtypes=("bfloat16",),
         also_theirs=True,

@@ -100,7 +100,7 @@ def online(scores: torch.Tensor, v: torch.Tensor, arithmetic: Arithmetic, sink: 
         sink: [..., rows], a logit that joins the denominator.
     """
     scores, offset = scores * LOG2_E, arithmetic.p_offset or 0.0
-    row_max = torch.full_like(scores[..., 0], -torch.inf)
+    row_max = scores.new_full(scores.shape[:-1], -torch.inf)
     row_sum, largest = torch.zeros_like(row_max), torch.zeros_like(row_max)
     total = scores.new_zeros((*scores.shape[:-1], v.shape[-1]))
     acc = total.clone()
@@ -200,7 +200,9 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
         found = online(scores, v, arithmetic, sink)
         values = found.out * problem.v_scale.double().view(-1, 1, 1, 1)
         out[mine] = values.permute(2, 0, 1, 3).flatten(1, 2)
-        most = k.abs().nan_to_num(0.0, 0.0, 0.0).amax(0) * problem.k_scale.double().view(-1, 1) * abs(spec.scale)
+        # A request may have no keys.
+        most = torch.cat([k.new_zeros(1, *k.shape[1:]), k.abs().nan_to_num(0.0, 0.0, 0.0)]).amax(0)
+        most = most * problem.k_scale.double().view(-1, 1) * abs(spec.scale)
         doubts = (gaps * most[:, None, None]).sum(-1)
         for target, source in ((lse, found.lse), (largest, found.largest_weight), (doubt, doubts)):
             target[mine] = source.permute(2, 0, 1).flatten(1, 2)

@@ -301,7 +301,6 @@ class SoftmaxWarps:
         sStats[self.thread, ROW_MAX, self.s_stage] = self.final_row_max()
         arrive(self.barriers.stats_full + self.s_stage, self.arrive_count)
 
-
     def final_row_max(self) -> cutlass.Float32:
         """In base 2: what P is relative to."""
         return self.row_max[0] * self.scale_log2()

@@ -34,7 +34,7 @@ MOST_DIM, MOST_DIM_V = 192, 128
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8DenseConfig(DenseConfig):
-    """Tiles and stages: `stages` of K and of V as TMA fills them, `query_stages` of the quantized Q. Outputs are direct.
+    """Tiles and stages: `stages` of K and of V as TMA fills them, `query_stages` of the quantized Q.
 
     Attributes:
         p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
@@ -75,7 +75,7 @@ class Fp8DenseConfig(DenseConfig):
 
     def dequant_objections(self, spec: AttentionSpec) -> list[str]:
         if self.dequant_stages:
-            return [f"{self.dequant_stages} stages to dequantize: 0 are possible, as K and V are multiplied as they are"]
+            return [f"{self.dequant_stages} stages to dequantize: 0 are possible, as nothing is dequantized"]
         return []
 
     def own_objections(self) -> list[str]:

@@ -159,9 +159,7 @@ class Fp8DenseForward(DenseForward):
             cute.arch.setmaxregister_increase(self.registers.softmax)
             # As in DenseForward: the younger warpgroup has S stage 0.
             s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
-            Fp8SoftmaxWarps(
-                sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage
-            ).run()
+            Fp8SoftmaxWarps(sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)
             Fp8CorrectionWarps(
