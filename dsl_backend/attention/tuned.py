@@ -120,6 +120,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
         "sm90.Fp8MlaConfig": latent_fp8_sm90.Fp8MlaConfig,
         "sm100.DenseConfig": sm100.DenseConfig,
         "sm100.MlaConfig": latent_sm100.MlaConfig,
+        "sm100.Fp8DenseConfig": fp8_sm100.Fp8DenseConfig,
         "sm100.Fp8MlaConfig": latent_fp8_sm100.Fp8MlaConfig,
         "sm100.TwoCtaMlaConfig": latent_sm100.TwoCtaMlaConfig,
     },
