@@ -42,7 +42,7 @@ CASE = Case(
     around=Surroundings(stale=True),
 )
 SOFTCAP = replace(CASE, softcap=5.0, window=(None, None), around=Surroundings())
-CONFIG = Fp8DenseConfig(tile_n=64, stages=2, query_stages=1, late_p_keys=32, ex2_emulation=0)
+CONFIG = Fp8DenseConfig(tile_n=64, stages=2, query_stages=1, late_p_keys=32, ex2_emulation=0, rounded_sums=True)
 
 MISTAKES = {
     query_warps.QueryWarps: (

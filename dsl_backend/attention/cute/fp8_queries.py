@@ -19,7 +19,7 @@ VECTOR = 8  # elements of Q that a thread loads at once: 16 bytes
 
 
 class Queries:
-    """The rows of Q of a work tile, from global memory to e4m3 in shared memory; four threads have a row.
+    """The rows of Q of a work tile, from global memory to e4m3 in shared memory; `lanes` threads have a row.
 
     Args:
         kernel: the `TiledKernel`, or the `TiledMla`.
@@ -28,9 +28,11 @@ class Queries:
         threads: that take part; thread: which of them this is.
     """
 
-    def __init__(self, kernel: Any, mQ: cute.Tensor, rows: int, thread: cutlass.Int32, threads: int) -> None:
-        self.kernel, self.key, self.mQ, self.rows = kernel, kernel.key, mQ, rows
-        self.thread, self.rows_at_once = thread, threads // QUAD
+    def __init__(
+        self, kernel: Any, mQ: cute.Tensor, rows: int, thread: cutlass.Int32, threads: int, lanes: int = QUAD
+    ) -> None:
+        self.kernel, self.key, self.mQ, self.rows, self.lanes = kernel, kernel.key, mQ, rows, lanes
+        self.thread, self.rows_at_once = thread, threads // lanes
 
     @cute.jit
     def quantize(self, work: WorkTile, sQ_bytes: cute.Tensor, sScale: cute.Tensor):
@@ -38,11 +40,11 @@ class Queries:
 
         Waits for nothing, and nothing makes it visible to MMAs: a proxy fence and a barrier follow.
         """
-        lane = self.thread % QUAD
-        vectors = cutlass.const_expr(self.kernel.dims // VECTOR // QUAD)
+        lane = self.thread % self.lanes
+        vectors = cutlass.const_expr(self.kernel.dims // VECTOR // self.lanes)
         # A loop: two rounds of a warpgroup at once spill 160 bytes with SM100's 168 registers (ptxas 13.0).
         for first in cutlass.range(0, self.rows, self.rows_at_once, unroll=1):
-            row = first + self.thread // QUAD
+            row = first + self.thread // self.lanes
             values = cute.make_rmem_tensor((VECTOR, vectors), self.kernel.dtype)
             values.fill(self.kernel.dtype(0))
             if row < work.num_rows:
@@ -51,12 +53,12 @@ class Queries:
 
     @cute.jit
     def load_row(self, work: WorkTile, row: cutlass.Int32, lane: cutlass.Int32, values: cute.Tensor):
-        """Load a thread's part of a row of Q: every fourth vector."""
+        """Load a thread's part of a row of Q: a vector of each `lanes`."""
         token = work.q_offset + row // self.key.pack_gqa
         head = q_head_of(self.key, work.head_block, row)
         offset = cutlass.Int64(token) * self.mQ.stride[0] + head * self.mQ.stride[1]
         for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            load_vector(self.mQ.iterator, offset + (lane + QUAD * i) * VECTOR, values[None, i])
+            load_vector(self.mQ.iterator, offset + (lane + self.lanes * i) * VECTOR, values[None, i])
 
     @cute.jit
     def store_row(
@@ -72,14 +74,14 @@ class Queries:
         for i in cutlass.range_constexpr(cute.size(values)):
             value = values[i].to(cutlass.Float32)
             row_max = cute.arch.fmax(row_max, cute.arch.fmax(value, -value))
-        for bit in cutlass.range_constexpr(QUAD.bit_length() - 1):
+        for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
             row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << bit))
         inverse, words = LARGEST / row_max, cute.make_rmem_tensor(2, cutlass.Int32)
         for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
             for half in cutlass.range_constexpr(2):
                 scaled = [values[half * 4 + j, i].to(cutlass.Float32) * inverse for j in range(4)]
                 words[half] = f32_to_e4m3(*scaled)
-            target = cute.local_tile(sQ_bytes, (1, VECTOR), (row, lane + QUAD * i))
+            target = cute.local_tile(sQ_bytes, (1, VECTOR), (row, lane + self.lanes * i))
             cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), cute.group_modes(target, 0, 2))
         if lane == 0:
             sScale[row] = row_max * (1.0 / LARGEST)

@@ -26,9 +26,8 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.quant.format import E4M3
 
 QUERY_WARP = DEQUANT_WARP  # the first of the warpgroup that quantizes Q, where others have one that dequantizes K and V
-# 640 threads start with 96 each. Without emulated exponentials, and with them: fewest bytes spilled (ptxas 13.0).
-FP8_REGISTERS = Registers(softmax=152, correction=64, other=48, dequant=64)
-FP8_EMULATION_REGISTERS = Registers(softmax=160, correction=56, other=48, dequant=56)
+# 640 threads start with 96 each. Fewest bytes spilled (ptxas 13.0).
+FP8_REGISTERS = Registers(softmax=160, correction=56, other=48, dequant=56)
 MOST_DIM, MOST_DIM_V = 192, 128
 
 
@@ -39,14 +38,15 @@ class Fp8DenseConfig(DenseConfig):
     Attributes:
         p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
             is left below 448 is how far a score may exceed row_max before O is rescaled.
-        rounded_sums: row sums are those of the rounded P, in float16 up to the last additions. Else P's in float32.
+        rounded_sums: row sums are those of the rounded P, in float16 up to the last additions. Else they are P's in
+            float32: conversions back to float16 would be the longest of all work, by public rates.
     """
 
     query_stages: int = 2
     direct_output: bool = True
     rescale_threshold: float = MAX_P_EXPONENT - 8.0
     p_offset: float = 8.0
-    rounded_sums: bool = True
+    rounded_sums: bool = False
 
     @property
     def threads(self) -> int:
@@ -54,7 +54,7 @@ class Fp8DenseConfig(DenseConfig):
 
     @property
     def registers(self) -> Registers:
-        return FP8_EMULATION_REGISTERS if self.ex2_emulation else FP8_REGISTERS
+        return FP8_REGISTERS
 
     @property
     def scale_stages(self) -> int:

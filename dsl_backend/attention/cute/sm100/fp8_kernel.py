@@ -36,9 +36,11 @@ from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseCon
 from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
-from dsl_backend.attention.cute.tiles import LayerKey
+from dsl_backend.attention.cute.tiles import VECTOR, LayerKey
 from dsl_backend.errors import InvalidInput
 from dsl_backend.primitives.ring import stage_of
+
+QUERY_LANES = 8  # threads of a row of Q, where its elements suffice for them; else half as many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,8 @@ class Fp8DenseForward(DenseForward):
         elif warp >= QUERY_WARP:
             cute.arch.setmaxregister_decrease(self.registers.dequant)
             thread = cute.arch.thread_idx()[0] % WARPGROUP
-            queries = Queries(self, loads.mQ, self.tile_m, thread, WARPGROUP)
+            lanes = QUERY_LANES if self.dims % (QUERY_LANES * VECTOR) == 0 else QUERY_LANES // 2
+            queries = Queries(self, loads.mQ, self.tile_m, thread, WARPGROUP, lanes)
             QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)

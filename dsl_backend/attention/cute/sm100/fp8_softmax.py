@@ -55,7 +55,7 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
         s_stage: cutlass.Int32 | int,
         s_idx: cutlass.Int32,
     ) -> Pair:
-        sums: list = []
+        total: Pair | None = None
         shift, early = row_max_scaled - self.config.p_offset, self.kernel.tile_n - self.config.late_p_keys
         for first in range(0, self.kernel.tile_n, P_COLUMNS):
             probs = self.exp2_scaled(scores[first : first + P_COLUMNS], shift, ex2_emulation)
@@ -66,7 +66,9 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
             tmem.store(
                 cute.recast_tensor(rP, cutlass.Float32), self.tmem_ptr, tmem_offset + first // E4M3_OF_WORD, self.thread
             )
-            sums.append(self.sum_of(probs, words))
+            # One sum at a time: one for each piece would be registers that are not there.
+            some = self.sum_of(probs, words)
+            total = some if total is None else add_pair(total, some)
             if first + P_COLUMNS == early:
                 p_stored()
                 self.arrive_p_full(s_stage)
@@ -77,7 +79,8 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
             assert late_p_full is not None
             p_stored()
             arrive(late_p_full + s_stage, self.arrive_count)
-        return tree_reduce(sums, add_pair)
+        assert total is not None
+        return total
 
     def sum_of(self, probs: list[cutlass.Float32], words: list[cutlass.Int32]) -> Pair:
         """Of some P, as a pair of addends."""
