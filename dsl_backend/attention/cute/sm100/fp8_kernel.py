@@ -16,12 +16,12 @@ from cutlass.cute.nvgpu import cpasync
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.fp8_queries import Queries
 from dsl_backend.attention.cute.fp8_smem import fp8_box, fp8_tensors
-from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
+from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_barriers import WARPS_PER_WARPGROUP, Barriers, fp8_mbar_arrays
+from dsl_backend.attention.cute.sm100.dense_barriers import Barriers, fp8_mbar_arrays
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CORRECTION_WARP,
     LOAD_WARP,
@@ -30,13 +30,13 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     SCHEDULER_WARP,
 )
 from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
-from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward
+from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp
 from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseConfig
 from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
-from dsl_backend.attention.cute.tiles import VECTOR, LayerKey
+from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.errors import InvalidInput
 from dsl_backend.primitives.ring import stage_of
 
@@ -44,12 +44,13 @@ QUERY_LANES = 8  # threads of a row of Q, where its elements suffice for them; e
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Key(LayerKey):
+class Fp8Key(DenseKey):
     """All that the kernel's code depends on."""
 
     config: Fp8DenseConfig
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split:
             raise InvalidInput("products in 8 bits have whole query tiles, and key ranges are split")
 
