@@ -139,7 +139,7 @@ class Fp8DenseForward(DenseForward):
         config = self.config
         allocator = cutlass.utils.SmemAllocator()
         sQ_bytes, sQ = fp8_tensors(allocator, self.tile_m, self.dims, config.query_stages)
-        kv_stages = Fp8KVStages(self, allocator)
+        kv_stages: Any = Fp8KVStages(self, allocator)
         sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
         sStats = allocator.allocate_tensor(
             cutlass.Float32, cute.make_layout((MMA_M, 2, config.stats_stages)), byte_alignment=16
