@@ -179,7 +179,14 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
     ("facts", "reasons"),
     [
         ({}, []),
-        ({"dim": 256}, ["head size 256 is not", "value head size 256 is not"]),
+        (
+            {"dim": 256},
+            [
+                "head size 256 is not",
+                "value head size 256 is not",
+                "dense-prefill e4m3 sm100, dense-decode sm100: serves GPUs of sm_100a",
+            ],
+        ),
         ({"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True}, []),
         (
             {"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True, "fp8": False},
