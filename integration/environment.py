@@ -65,7 +65,7 @@ class Device:
 
     def serves(self, line: str) -> bool:
         """Whether a line of a log says that the kernels of this device serve a layer's prefill and decode."""
-        found = re.findall(r"(?:dense-prefill|dense-decode|mla-decode) (\w+)", line.partition(" (not by ")[0])
+        found = re.findall(r"(?:dense-prefill|dense-decode|mla-decode)(?: e4m3)? (\w+)", line.partition(" (not by ")[0])
         return bool(found) and set(found) == {self.kernels}
 
 

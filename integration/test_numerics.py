@@ -72,6 +72,8 @@ class Setting:
         ranks: workers; each has a GPU, where there are GPUs.
         also_theirs: run vLLM's own backend in this setting too, because the setting costs accuracy.
         sleep: the engine answers all prompts, sleeps and wakes up before it answers them again.
+        peer: vLLM's own backend for this setting; None for the case's.
+        products: part of the title of the kernel that must serve; empty for any.
     """
 
     id: str
@@ -82,6 +84,8 @@ class Setting:
     cuda_only: bool = False
     ranks: int = 1
     sleep: bool = False
+    peer: str | None = None
+    products: str = ""
     why: str
 
     @property
@@ -95,6 +99,19 @@ class Setting:
 
 
 EXPERTS: dict[str, Any] = {"additional_config": {"dsl": {"experts": "dsl"}}}
+FP8_PRODUCTS: dict[str, Any] = {
+    "kv_cache_dtype": "fp8",
+    "additional_config": {"dsl": {"attention_kernel": "cute-fp8"}},
+}
+# Prompts attend to projected keys, as FLASHMLA's do: the cache is read by later pieces of a prompt, and by decode.
+FP8_MLA_OPTIONS = {"mla_latent_queries": 8}
+FP8_MLA: dict[str, Any] = {
+    "kv_cache_dtype": "fp8",
+    "block_size": 64,
+    "max_num_batched_tokens": 48,
+    "enable_chunked_prefill": True,
+    "additional_config": {"dsl": FP8_MLA_OPTIONS},
+}
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SETTINGS = (
@@ -166,6 +183,37 @@ SETTINGS = (
         dtypes=("bfloat16",),
         also_theirs=True,
         why="keys and values of 8 bits",
+    ),
+    Setting(
+        id="fp8-products",
+        engine=FP8_PRODUCTS,
+        cases=("llama",),
+        dtypes=("bfloat16",),
+        also_theirs=True,
+        cuda_only=True,
+        products="dense-prefill e4m3",
+        why="prompts multiplied in 8 bits, as FlashAttention does",
+    ),
+    Setting(
+        id="fp8-mla",
+        engine=FP8_MLA,
+        cases=("deepseek_v2",),
+        dtypes=("bfloat16",),
+        also_theirs=True,
+        cuda_only=True,
+        peer="FLASHMLA",
+        why="latent keys of 8 bits; what a piece of a prompt sees of the pieces before it is in the cache",
+    ),
+    Setting(
+        id="fp8-products-mla",
+        engine=FP8_MLA | {"additional_config": {"dsl": {"attention_kernel": "cute-fp8"} | FP8_MLA_OPTIONS}},
+        cases=("deepseek_v2",),
+        dtypes=("bfloat16",),
+        also_theirs=True,
+        cuda_only=True,
+        peer="FLASHMLA",
+        products="mla-decode e4m3",
+        why="absorbed MLA multiplied in 8 bits, as FlashMLA does",
     ),
     Setting(
         id="graphs",
@@ -242,7 +290,7 @@ def results(checkpoint: Checkpoint, request: pytest.FixtureRequest) -> Results:
         add((case.id, setting.id, dtype, "dsl"), folder, "dsl", dtype, setting)
         compared = setting if setting.also_theirs else PLAIN
         if dtype != "float32" and compared.has_peer:
-            add((case.id, compared.id, dtype, "theirs"), folder, case.peer, dtype, compared)
+            add((case.id, compared.id, dtype, "theirs"), folder, compared.peer or case.peer, dtype, compared)
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
@@ -263,6 +311,7 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     served = [line for line in outcome.log.splitlines() if "dsl serves attention" in line]
     assert served, "the log does not say that dsl serves"
     assert all(device().serves(line) for line in served)
+    assert any(setting.products in line for line in served)
     if setting.id.startswith("experts"):
         by_dsl = re.findall(r"dsl serves \d+ layers of routed experts.*", outcome.log)
         assert len(by_dsl) == setting.ranks, "the log does not say that dsl serves experts"

@@ -212,6 +212,8 @@ def attention_subjects() -> Iterator[Subject]:
                         kinds += ["extend"] if extend_config(case.spec) else []
                         if not dispatch.fp8_products(case.spec):
                             kinds += ["e4m3", "e4m3-longest"] if long_query_fp8_config(case.spec) else ["e4m3"]
+                    if kernel_arch == "sm100" and not short:
+                        kinds += ["e4m3"] if not dispatch.fp8_products_sm100(case.spec) else []
                     if case.spec.mla:
                         kinds += ["e4m3"] if not dispatch.fp8_mla(case.spec) else []
                     if kernel_arch == "sm100" and short and not case.spec.mla:

@@ -30,6 +30,7 @@ class Shape:
         keys: few and many; full tiles of 96 as well as of 128.
         rows: query rows of a work tile's matrix products, to which a tile's cost applies.
         absorbed: MLA, whose values are a part of its keys.
+        e4m3: products in 8 bits. FlashAttention-4's queries are e4m3, ours are quantized by the kernel.
     """
 
     queries: int
@@ -37,6 +38,7 @@ class Shape:
     dims: tuple[int, int]
     keys: tuple[int, int] = (768, 1536)
     absorbed: bool = False
+    e4m3: bool = False
 
     @property
     def tiles(self) -> int:
@@ -50,6 +52,9 @@ SHAPES = {
     "prefill hd128": Shape(queries=256, heads=(1, 1), dims=(128, 128)),
     "prefill (192,128)": Shape(queries=256, heads=(1, 1), dims=(192, 128)),
     "prefill hd256": Shape(queries=256, heads=(1, 1), dims=(256, 256)),
+    "prefill e4m3 hd64": Shape(queries=256, heads=(1, 1), dims=(64, 64), e4m3=True),
+    "prefill e4m3 hd128": Shape(queries=256, heads=(1, 1), dims=(128, 128), e4m3=True),
+    "prefill e4m3 (192,128)": Shape(queries=256, heads=(1, 1), dims=(192, 128), e4m3=True),
     "decode hd128, 8 heads a key": Shape(queries=1, heads=(8, 1), dims=(128, 128)),
     "MLA decode, 128 heads": Shape(queries=1, heads=(128, 1), dims=(576, 512), absorbed=True),
 }
@@ -90,10 +95,11 @@ def ours(shape: Shape, keys: int) -> None:
             dim_v=shape.dims[1],
             page=TILE if short else None,
             causality=FULL,
+            fp8=shape.e4m3,
         )
-    problem = case.problem()
+    problem, kernel = case.problem(), "cute-fp8" if shape.e4m3 else "cute"
     target = replace(from_arch(ARCH), sm_count=SMS)
-    plan = Planner(problem.spec, target, Workspace(torch.device("cpu")), "cute").plan(problem.batch)
+    plan = Planner(problem.spec, target, Workspace(torch.device("cpu")), kernel).plan(problem.batch)
     out = torch.empty(problem.q.shape[0], problem.spec.heads_q, problem.spec.head_dim_v, dtype=problem.spec.dtype)
     api.run(plan, problem.q, problem.keys, problem.values, out=out, lse=None, **problem.extras)
 
@@ -101,8 +107,11 @@ def ours(shape: Shape, keys: int) -> None:
 def theirs(shape: Shape, keys: int) -> None:
     """Runs FlashAttention-4's kernel; needs a process of its own."""
     pretend(ARCH)
+    import torch
+
     cases = import_module("cases_flash")
-    problem = cases.Attention((shape.queries,), (keys,), *shape.heads, shape.dims, absorbed=shape.absorbed)
+    dtype = torch.float8_e4m3fn if shape.e4m3 else torch.bfloat16
+    problem = cases.Attention((shape.queries,), (keys,), *shape.heads, shape.dims, dtype=dtype, absorbed=shape.absorbed)
     cases.attention(ARCH, problem).run()
 
 

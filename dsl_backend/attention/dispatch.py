@@ -13,6 +13,7 @@ from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
 from dsl_backend.attention.cute.sm90 import mla_fp8_configs as mla_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100 import fp8_configs as fp8_sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
 from dsl_backend.attention.cute.sm100 import mla_fp8_configs as mla_fp8_sm100
 from dsl_backend.attention.spec import AttentionSpec
@@ -118,17 +119,31 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-def fp8_products(spec: AttentionSpec) -> list[str]:
-    """What the kernel with products in 8 bits needs."""
-    reasons = [*toolkit.missing(), *storage(spec), *fp8_sm90.unserved(spec)]
+def fp8_dense(spec: AttentionSpec, unserved: list[str]) -> list[str]:
+    """What the kernels with products in 8 bits need, besides an architecture's own needs."""
+    reasons = [*toolkit.missing(), *storage(spec), *unserved]
     if spec.mla:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
     return reasons
 
 
+def fp8_products(spec: AttentionSpec) -> list[str]:
+    """What SM90's kernel with products in 8 bits needs."""
+    return fp8_dense(spec, fp8_sm90.unserved(spec))
+
+
+def fp8_products_sm100(spec: AttentionSpec) -> list[str]:
+    """What SM100's needs."""
+    return fp8_dense(spec, fp8_sm100.unserved(spec))
+
+
 def fp8_decode(spec: AttentionSpec) -> list[str]:
     """The short queries of layers whose long ones have products in 8 bits."""
     return fp8_products(spec) or cute_dense(spec)
+
+
+def fp8_decode_sm100(spec: AttentionSpec) -> list[str]:
+    return fp8_products_sm100(spec) or cute_dense(spec)
 
 
 def fp8_mla(spec: AttentionSpec) -> list[str]:
@@ -196,6 +211,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             variants.SM90_FP8_PREFILL,
             FP8_PRODUCTS,
         ),
+        cute(
+            "sm100",
+            "dense-prefill e4m3",
+            "dense_host:Fp8Prefill",
+            fp8_products_sm100,
+            fp8_sm100.default_fp8_config,
+            variants.SM100_FP8_PREFILL,
+            FP8_PRODUCTS,
+        ),
         Entry("triton", "dense-prefill triton", "dsl_backend.attention.triton.build:prefill", triton_dense),
         reference("dense-prefill reference"),
     ),
@@ -211,6 +235,15 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
             fp8_decode,
             sm90.default_split_config,
             variants.SM90_DECODE,
+            FP8_PRODUCTS,
+        ),
+        cute(
+            "sm100",
+            "dense-decode",
+            "dense_host:SplitKV",
+            fp8_decode_sm100,
+            sm100.default_split_config,
+            variants.SM100_DECODE,
             FP8_PRODUCTS,
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),

@@ -14,6 +14,7 @@ from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as latent_sm90
 from dsl_backend.attention.cute.sm90 import mla_fp8_configs as latent_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100 import fp8_configs as fp8_sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as latent_sm100
 from dsl_backend.attention.cute.sm100 import mla_fp8_configs as latent_fp8_sm100
 from dsl_backend.attention.spec import AttentionSpec
@@ -95,6 +96,7 @@ TUNABLE: Mapping[Heuristic, Tunable] = MappingProxyType(
         fp8_sm90.default_fp8_config: Tunable("prefill_e4m3", fp8_sm90.Fp8Config, fp8_sm90.fp8_variants),
         sm90.default_split_config: Tunable("decode", sm90.DenseConfig, sm90.split_variants),
         sm100.default_config: Tunable("prefill", sm100.DenseConfig, sm100.variants),
+        fp8_sm100.default_fp8_config: Tunable("prefill_e4m3", fp8_sm100.Fp8DenseConfig, fp8_sm100.fp8_variants),
         sm100.default_split_config: Tunable("decode", sm100.DenseConfig, sm100.split_variants),
         latent_sm90.default_mla_config: Tunable("mla_decode", latent_sm90.MlaConfig, latent_sm90.mla_variants),
         latent_fp8_sm90.default_fp8_mla_config: Tunable(
@@ -118,6 +120,7 @@ TUNED_CONFIGS = tuned.TunedConfigs(
         "sm90.Fp8MlaConfig": latent_fp8_sm90.Fp8MlaConfig,
         "sm100.DenseConfig": sm100.DenseConfig,
         "sm100.MlaConfig": latent_sm100.MlaConfig,
+        "sm100.Fp8DenseConfig": fp8_sm100.Fp8DenseConfig,
         "sm100.Fp8MlaConfig": latent_fp8_sm100.Fp8MlaConfig,
         "sm100.TwoCtaMlaConfig": latent_sm100.TwoCtaMlaConfig,
     },

@@ -12,6 +12,7 @@ from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
 from dsl_backend.attention.cute.sm90 import mla_fp8_configs as mla_fp8_sm90
 from dsl_backend.attention.cute.sm100 import dense_configs as sm100
+from dsl_backend.attention.cute.sm100 import fp8_configs as fp8_sm100
 from dsl_backend.attention.cute.sm100 import mla_configs as mla_sm100
 from dsl_backend.attention.cute.sm100 import mla_fp8_configs as mla_fp8_sm100
 from dsl_backend.attention.spec import AttentionSpec
@@ -119,6 +120,7 @@ SM90_DECODE = dense(sm90.default_split_config)
 SM90_MLA = mla(mla_sm90.default_mla_config)
 SM90_FP8_MLA = mla(mla_fp8_sm90.default_fp8_mla_config)
 SM100_PREFILL = dense(sm100.default_config, extend=sm100_extend)
+SM100_FP8_PREFILL = dense(fp8_sm100.default_fp8_config)
 SM100_DECODE = dense(sm100.default_split_config, few_rows)
 SM100_MLA = mla(mla_sm100.default_mla_config)
 SM100_FP8_MLA = mla(mla_fp8_sm100.default_fp8_mla_config)

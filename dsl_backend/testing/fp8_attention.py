@@ -23,6 +23,7 @@ WGMMA_K = 32  # addends of one product in 8 bits, besides the accumulator
 BITS = 13  # that SM90 keeps of a sum behind the first
 SMALLEST_NORMAL, NO_EXPONENT = -6, -500  # exponents: of e4m3; of what has none
 P_ULP = 2.0**-3  # of e4m3, relative at most
+INVERSE_ERROR = 2.0**-21  # of a quotient that is a product with an inverse, relative
 SUM_ROUNDING = 2.0**-9  # of row sums, whose first additions are in float16
 # Rows that may have a P which float32 rounded to the other side: so many, and a part of all.
 FLIPPED_ROWS, FLIPPED_PART = 2, 0.02
@@ -66,12 +67,23 @@ def quantized_q(q: torch.Tensor, shared_by: str | None) -> tuple[torch.Tensor, t
     return to_e4m3(q / scale), scale
 
 
+def midway(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """By how much an element of the quantized queries may be another number, times its scale; 0 for most."""
+    low, high = (to_e4m3(q / scale * (1 + side * INVERSE_ERROR)) for side in (-1, 1))
+    return ((high - low).abs() * scale).nan_to_num(0.0, 0.0, 0.0)
+
+
 class Online(NamedTuple):
-    """Results of `online`: out [..., rows, dim_v], lse and the largest weight of a key [..., rows]."""
+    """Results of `online`: out [..., rows, dim_v], lse and the largest weight of a key [..., rows].
+
+    Of `attention`, also how far scores of a row may be off, because an element of Q lies midway between two numbers of
+    e4m3: the last bit of the kernel's inverse of a scale says to which of them it goes.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     largest_weight: torch.Tensor
+    score_doubt: torch.Tensor | None = None
 
 
 def tiles(keys: int, tile_n: int) -> Iterator[tuple[int, slice]]:
@@ -88,7 +100,7 @@ def online(scores: torch.Tensor, v: torch.Tensor, arithmetic: Arithmetic, sink: 
         sink: [..., rows], a logit that joins the denominator.
     """
     scores, offset = scores * LOG2_E, arithmetic.p_offset or 0.0
-    row_max = torch.full_like(scores[..., 0], -torch.inf)
+    row_max = scores.new_full(scores.shape[:-1], -torch.inf)
     row_sum, largest = torch.zeros_like(row_max), torch.zeros_like(row_max)
     total = scores.new_zeros((*scores.shape[:-1], v.shape[-1]))
     acc = total.clone()
@@ -162,8 +174,9 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
     assert problem.v_scale is not None
     q, q_scale = quantized_q(problem.q.double(), arithmetic.q)
     q_scale = q_scale.expand(*q.shape[:2], 1)
+    moved = torch.zeros_like(q) if arithmetic.q is None else midway(problem.q.double(), q_scale)
     out = q.new_zeros((*q.shape[:2], spec.head_dim_v))
-    lse, largest = (torch.full_like(out[..., 0], value) for value in (-torch.inf, 0.0))
+    lse, largest, doubt = (torch.full_like(out[..., 0], value) for value in (-torch.inf, 0.0, 0.0))
     first = 0
     for request, (q_len, kv_len) in enumerate(zip(problem.q_lens, problem.kv_lens, strict=True)):
         mine, first = slice(first, first + q_len), first + q_len
@@ -173,7 +186,9 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
             reference.gather_keys(rows, spec, batch, request, kv_len).double()
             for rows in (problem.keys, problem.values)
         )
-        rows, scale = (one[mine].unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3) for one in (q, q_scale))
+        rows, scale, gaps = (
+            one[mine].unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3) for one in (q, q_scale, moved)
+        )
         products = product(rows, k.permute(1, 2, 0)[:, None], arithmetic.accumulator_bits) * scale
         products = products * problem.k_scale.double().view(-1, 1, 1, 1)
         scores, keep = reference.masked_scores(spec, batch, request, products, problem.alibi_slopes)
@@ -185,20 +200,23 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
         found = online(scores, v, arithmetic, sink)
         values = found.out * problem.v_scale.double().view(-1, 1, 1, 1)
         out[mine] = values.permute(2, 0, 1, 3).flatten(1, 2)
-        for target, source in ((lse, found.lse), (largest, found.largest_weight)):
+        # A request may have no keys.
+        most = torch.cat([k.new_zeros(1, *k.shape[1:]), k.abs().nan_to_num(0.0, 0.0, 0.0)]).amax(0)
+        most = most * problem.k_scale.double().view(-1, 1) * abs(spec.scale)
+        doubts = (gaps * most[:, None, None]).sum(-1)
+        for target, source in ((lse, found.lse), (largest, found.largest_weight), (doubt, doubts)):
             target[mine] = source.permute(2, 0, 1).flatten(1, 2)
-    return Online(out, lse, largest)
+    return Online(out, lse, largest, doubt)
 
 
 def judge(result: Result, problem: Problem, arithmetic: Arithmetic, flipped_part: float = FLIPPED_PART) -> None:
     """Raises AssertionError where a result is not what the arithmetic gives.
 
-    Each row has the budget of its output's rounding and of the row sum's. Some may have that of one P, the largest,
-    rounded to the other side.
+    Each row has the budget of its output's rounding and of the row sum's, and of scores that are in doubt. Some may
+    have that of one P, the largest, rounded to the other side.
 
     Args:
-        flipped_part: such rows, as a part of all. Elements of Q midway between two numbers of e4m3 go to either side
-            too, by the last bit of a reciprocal: wide rows have more of them.
+        flipped_part: such rows, as a part of all.
     """
     mine, expected = problem.owned(), attention(problem, arithmetic)
     for name, tensor in (("out", result.out), ("lse", result.lse)):
@@ -210,9 +228,14 @@ def judge(result: Result, problem: Problem, arithmetic: Arithmetic, flipped_part
     assert_same_non_finite(lse, exact_lse, "lse")
     largest = torch.where(exact.isfinite(), exact.abs(), 0.0).amax(-1)
     values = largest_value(problem)
+    assert expected.score_doubt is not None
+    doubt = expected.score_doubt[mine].flatten()
     flip = 2 * P_ULP * expected.largest_weight[mine].flatten()
     strict = (2 * torch.finfo(result.out.dtype).eps + SUM_ROUNDING) * largest + 1e-3 * values * flip
     strict_lse = SUM_ROUNDING + 1e-6 * exact_lse.nan_to_num(0.0, 0.0, 0.0).abs()
+    # P of scores that are off are rounded to other numbers too.
+    strict += (torch.expm1(2 * doubt) + (doubt > 0) * P_ULP) * values
+    strict_lse += doubt + (doubt > 0) * P_ULP
     for what, found, right, budget, flipped in (
         ("out", out, exact, strict, flip * values),
         ("lse", lse[:, None], exact_lse[:, None], strict_lse, flip),

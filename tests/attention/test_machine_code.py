@@ -19,7 +19,7 @@ QUICK = (
     *(f"{arch}-mla16-decode" for arch in ("sm_90a", "sm_100a")),
     "sm_90a-hd128-extend",
     "sm_90a-mla16-invariant-decode",
-    "sm_90a-hd128-fp8-e4m3",
+    *(f"{arch}-hd128-fp8-e4m3" for arch in ("sm_90a", "sm_100a")),
     "sm_90a-hd128-fp8-e4m3-longest",
     *(f"{arch}-mla16-fp8-e4m3" for arch in ("sm_90a", "sm_100a")),
     "sm_100a-hd128-launched",

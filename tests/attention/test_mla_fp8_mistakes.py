@@ -66,10 +66,8 @@ MISTAKES = {
         ),
         ("the first tile's P V is left out", "                self.pv(work, 0, tiles)\n", ""),
     ),
-    fp8_queries.MlaQueries: (
-        ("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),
-        ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
-    ),
+    fp8_queries.MlaQueries: (("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),),
+    fp8_queries.Queries: (("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),),
     fp8_smem.store_p: (
         (
             "P is not swizzled",

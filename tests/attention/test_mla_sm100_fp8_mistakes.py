@@ -11,7 +11,7 @@ import torch
 
 from dsl_backend.attention.cute import fp8_queries
 from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
-from dsl_backend.attention.cute.sm100 import mla_fp8_softmax
+from dsl_backend.attention.cute.sm100 import mla_fp8_softmax, query_warps
 from dsl_backend.attention.cute.sm100.mla_fp8_configs import Fp8MlaConfig
 from dsl_backend.attention.cute.sm100.mla_fp8_kernel import Fp8MlaForward
 from dsl_backend.attention.cute.sm100.mla_host import Fp8Mla
@@ -42,12 +42,12 @@ CASE = mla(
 CONFIG = Fp8MlaConfig(tile_n=32, stages=2)
 
 MISTAKES = {
-    mla_fp8_softmax.QueryWarps: (
+    query_warps.QueryWarps: (
         ("no fence behind Q", '            cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
         (
             "Q is written before the products of the work tile before are done",
-            "            cute.arch.mbarrier_wait(self.barriers.q_empty, (work_tiles & 1) ^ 1)\n",
-            "",
+            "cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(work_tiles, self.stages) ^ 1)",
+            "pass",
         ),
     ),
     mla_fp8_softmax.Fp8MlaSoftmaxWarps: (
@@ -65,13 +65,13 @@ MISTAKES = {
         ("pairs of the other eight keys", "if lane % QUAD < 2", "if lane % QUAD >= 2"),
         ("pairs of other lanes", "lane % 2 * 2", "lane % 4 // 2 * 2"),
     ),
-    fp8_queries.MlaQueries: (
-        ("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),
+    fp8_queries.MlaQueries: (("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),),
+    fp8_queries.Queries: (
         ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
         (
             "half of the rows",
-            "range(0, ROWS, self.rows_at_once)",
-            "range(0, ROWS // 2, self.rows_at_once)",
+            "range(0, self.rows, self.rows_at_once",
+            "range(0, self.rows // 2, self.rows_at_once",
         ),
     ),
 }

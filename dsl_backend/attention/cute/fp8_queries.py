@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of absorbed MLA in e4m3: threads load rows from global memory and quantize each by its own maximum."""
+"""Queries in e4m3: threads load rows from global memory and quantize each by its own maximum."""
 
 from typing import Any
 
@@ -18,43 +18,84 @@ LEAST_MAXIMUM = 2.0**-100  # of a row of Q: its scale and the scale's inverse ar
 VECTOR = 8  # elements of Q that a thread loads at once: 16 bytes
 
 
-class MlaQueries:
-    """The rows of Q of a work tile, from global memory to e4m3 in shared memory; four threads have a row.
+class Queries:
+    """The rows of Q of a work tile, from global memory to e4m3 in shared memory; `lanes` threads have a row.
 
     Args:
-        kernel: the `TiledMla`.
-        loads: Q as it is in global memory.
-        sQ_bytes: (row, column, 1).
+        kernel: the `TiledKernel`, or the `TiledMla`.
+        mQ: as it is in global memory.
+        rows: of a work tile.
         threads: that take part; thread: which of them this is.
     """
 
     def __init__(
-        self, kernel: Any, loads: MlaKeyLoads, sQ_bytes: cute.Tensor, thread: cutlass.Int32, threads: int
+        self, kernel: Any, mQ: cute.Tensor, rows: int, thread: cutlass.Int32, threads: int, lanes: int = QUAD
     ) -> None:
-        self.kernel, self.key, self.sQ_bytes = kernel, kernel.key, sQ_bytes
-        self.mQ, self.mQRope = loads.mQ, loads.mQRope
-        self.thread, self.rows_at_once = thread, threads // QUAD
+        self.kernel, self.key, self.mQ, self.rows, self.lanes = kernel, kernel.key, mQ, rows, lanes
+        self.thread, self.rows_at_once = thread, threads // lanes
 
     @cute.jit
-    def quantize(self, work: WorkTile, sScale: cute.Tensor):
-        """Store Q and the scale of each row, sScale [row]; zeros for rows that do not exist. Waits for nothing.
+    def quantize(self, work: WorkTile, sQ_bytes: cute.Tensor, sScale: cute.Tensor):
+        """Store Q, sQ_bytes [row, column], and the scale of each row, sScale [row]; zeros for rows that do not exist.
 
-        Nothing makes it visible to MMAs: a proxy fence and a barrier follow.
+        Waits for nothing, and nothing makes it visible to MMAs: a proxy fence and a barrier follow.
         """
-        lane = self.thread % QUAD
-        vectors = cutlass.const_expr(self.kernel.dims // VECTOR // QUAD)
+        lane = self.thread % self.lanes
+        vectors = cutlass.const_expr(self.kernel.dims // VECTOR // self.lanes)
         # A loop: two rounds of a warpgroup at once spill 160 bytes with SM100's 168 registers (ptxas 13.0).
-        for first in cutlass.range(0, ROWS, self.rows_at_once, unroll=1):
-            row = first + self.thread // QUAD
+        for first in cutlass.range(0, self.rows, self.rows_at_once, unroll=1):
+            row = first + self.thread // self.lanes
             values = cute.make_rmem_tensor((VECTOR, vectors), self.kernel.dtype)
             values.fill(self.kernel.dtype(0))
             if row < work.num_rows:
                 self.load_row(work, row, lane, values)
-            self.store_row(row, lane, values, sScale)
+            self.store_row(row, lane, values, sQ_bytes, sScale)
 
     @cute.jit
     def load_row(self, work: WorkTile, row: cutlass.Int32, lane: cutlass.Int32, values: cute.Tensor):
-        """Load a thread's part of a row of Q: every fourth vector."""
+        """Load a thread's part of a row of Q: a vector of each `lanes`."""
+        token = work.q_offset + row // self.key.pack_gqa
+        head = q_head_of(self.key, work.head_block, row)
+        offset = cutlass.Int64(token) * self.mQ.stride[0] + head * self.mQ.stride[1]
+        for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            load_vector(self.mQ.iterator, offset + (lane + self.lanes * i) * VECTOR, values[None, i])
+
+    @cute.jit
+    def store_row(
+        self,
+        row: cutlass.Int32,
+        lane: cutlass.Int32,
+        values: cute.Tensor,
+        sQ_bytes: cute.Tensor,
+        sScale: cute.Tensor,
+    ):
+        """Quantize and store a thread's part of a row; values: (VECTOR, vectors)."""
+        row_max = cutlass.Float32(LEAST_MAXIMUM)
+        for i in cutlass.range_constexpr(cute.size(values)):
+            value = values[i].to(cutlass.Float32)
+            row_max = cute.arch.fmax(row_max, cute.arch.fmax(value, -value))
+        for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
+            row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << bit))
+        inverse, words = LARGEST / row_max, cute.make_rmem_tensor(2, cutlass.Int32)
+        for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            for half in cutlass.range_constexpr(2):
+                scaled = [values[half * 4 + j, i].to(cutlass.Float32) * inverse for j in range(4)]
+                words[half] = f32_to_e4m3(*scaled)
+            target = cute.local_tile(sQ_bytes, (1, VECTOR), (row, lane + self.lanes * i))
+            cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), cute.group_modes(target, 0, 2))
+        if lane == 0:
+            sScale[row] = row_max * (1.0 / LARGEST)
+
+
+class MlaQueries(Queries):
+    """The same of absorbed MLA, whose rope part is a tensor of its own."""
+
+    def __init__(self, kernel: Any, loads: MlaKeyLoads, thread: cutlass.Int32, threads: int) -> None:
+        super().__init__(kernel, loads.mQ, ROWS, thread, threads)
+        self.mQRope = loads.mQRope
+
+    @cute.jit
+    def load_row(self, work: WorkTile, row: cutlass.Int32, lane: cutlass.Int32, values: cute.Tensor):
         token = work.q_offset + row // self.key.pack_gqa
         head = q_head_of(self.key, work.head_block, row)
         latent = cutlass.const_expr(self.kernel.dims_v // VECTOR // QUAD)
@@ -62,22 +103,3 @@ class MlaQueries:
             mQ, first = (self.mQ, 0) if cutlass.const_expr(i < latent) else (self.mQRope, latent)
             offset = cutlass.Int64(token) * mQ.stride[0] + head * mQ.stride[1]
             load_vector(mQ.iterator, offset + (lane + QUAD * (i - first)) * VECTOR, values[None, i])
-
-    @cute.jit
-    def store_row(self, row: cutlass.Int32, lane: cutlass.Int32, values: cute.Tensor, sScale: cute.Tensor):
-        """Quantize and store a thread's part of a row; values: (VECTOR, vectors)."""
-        row_max = cutlass.Float32(LEAST_MAXIMUM)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            value = values[i].to(cutlass.Float32)
-            row_max = cute.arch.fmax(row_max, cute.arch.fmax(value, -value))
-        for bit in cutlass.range_constexpr(QUAD.bit_length() - 1):
-            row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << bit))
-        inverse, words = LARGEST / row_max, cute.make_rmem_tensor(2, cutlass.Int32)
-        for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            for half in cutlass.range_constexpr(2):
-                scaled = [values[half * 4 + j, i].to(cutlass.Float32) * inverse for j in range(4)]
-                words[half] = f32_to_e4m3(*scaled)
-            target = cute.local_tile(self.sQ_bytes[None, None, 0], (1, VECTOR), (row, lane + QUAD * i))
-            cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), cute.group_modes(target, 0, 2))
-        if lane == 0:
-            sScale[row] = row_max * (1.0 / LARGEST)

@@ -74,15 +74,21 @@ class LoadWarp:
         self.copy_options: dict[str, Any] = {}
         self.group = kernel.key.heads_q // kernel.key.heads_kv // kernel.key.pack_gqa
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
-        self.tma_atom_q, self.tma_atom_k, self.tma_atom_v = loads.tma_atom_q, loads.tma_atom_k, loads.tma_atom_v
-        self.mQ, self.mK, self.mV = loads.mQ, loads.mK, loads.mV
-        self.q_chunks, self.k_chunks = kernel.dims // kernel.chunk, kernel.dims // kernel.copied
-        self.v_chunks = kernel.dims_v // kernel.copied_v
-        self.chunk, self.copied, self.copied_v = kernel.chunk, kernel.copied, kernel.copied_v
+        self.tma_atom_k, self.tma_atom_v, self.mK, self.mV = loads.tma_atom_k, loads.tma_atom_v, loads.mK, loads.mV
+        self.k_chunks, self.v_chunks = kernel.dims // kernel.copied, kernel.dims_v // kernel.copied_v
+        self.copied, self.copied_v = kernel.copied, kernel.copied_v
         self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
-        self.set_query_boxes(kernel)
         column_bytes = self.tile_n * self.key.kv.itemsize
         self.k_bytes, self.v_bytes = column_bytes * kernel.dims, column_bytes * kernel.dims_v
+        self.set_queries(kernel, loads, sQ)
+        self.sK = self.in_boxes(sK, self.box, kernel.copied)
+        self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
+
+    def set_queries(self, kernel: Any, loads: DenseLoads, sQ: cute.Tensor) -> None:
+        """Set what Q is loaded from, and where to."""
+        self.tma_atom_q, self.mQ, self.chunk = loads.tma_atom_q, loads.mQ, kernel.chunk
+        self.q_chunks = kernel.dims // kernel.chunk
+        self.set_query_boxes(kernel)
         if self.key.pack_gqa == 1:
             self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.chunk)
         else:
@@ -92,8 +98,6 @@ class LoadWarp:
             shape = (box.shape, self.q_boxes, self.q_chunks, self.config.query_stages)
             layout = cute.make_layout(shape, stride=(box.stride, self.rows_loaded * kernel.chunk, *chunk_and_stage))
             self.sQ = cute.make_tensor(sQ.iterator, layout)
-        self.sK = self.in_boxes(sK, self.box, kernel.copied)
-        self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
 
     def in_boxes(self, tensor: cute.Tensor, rows: int, width: int) -> cute.Tensor:
         """View a tensor as [box, row of boxes, column of boxes, stage]."""

@@ -22,6 +22,9 @@ from dsl_backend.attention.cute.mbarriers import (
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TWO_CTA_S_STAGES, DenseConfig
+from dsl_backend.attention.cute.sm100.fp8_configs import Fp8DenseConfig
+
+QUERY_WARPS = WARPS_PER_WARPGROUP
 
 
 class Barriers(NamedTuple):
@@ -37,6 +40,7 @@ class Barriers(NamedTuple):
         s_empty, p_empty: softmax warps have S in registers, and P V is done, where the S stages share S.
         o_full: O of all S stages is complete.
         stats_full, stats_empty: a row's statistics in shared memory, from softmax to correction warps.
+        q_scale_full: of the kernel with e4m3 products, the scales of Q's rows.
     """
 
     q_full: cute.Pointer
@@ -59,6 +63,7 @@ class Barriers(NamedTuple):
     late_p_full: cute.Pointer | None = None
     s_empty: cute.Pointer | None = None
     p_empty: cute.Pointer | None = None
+    q_scale_full: cute.Pointer | None = None
 
 
 class TwoCtaBarriers(NamedTuple):
@@ -142,6 +147,17 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
     if config.dequant_stages:
         arrays |= dequant_mbar_arrays("kv", config.dequant_stages, dequant_warps)
     return arrays
+
+
+def fp8_mbar_arrays(config: Fp8DenseConfig) -> dict[str, MbarArray]:
+    """The arrays of the kernel with e4m3 products: a warpgroup fills Q, in place of TMA."""
+    arrays = mbar_arrays(config)
+    work_empty = arrays["work_empty"]
+    return arrays | {
+        "q_full": MbarArray(config.query_stages, QUERY_WARPS),
+        "q_scale_full": MbarArray(config.scale_stages, QUERY_WARPS),
+        "work_empty": work_empty._replace(arrivals=work_empty.arrivals + QUERY_WARPS),
+    }
 
 
 def two_cta_mbar_arrays(config: DenseConfig, cta_rank: int | cutlass.Int32) -> dict[str, MbarArray]:

@@ -195,8 +195,7 @@ class DenseConfig:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 32 up to 128 is possible")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} K and V stages, {self.query_stages} Q stages: at least 2 and 1 are needed")
-        if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:
-            reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more for an fp8 cache, 0 for others, are possible")
+        reasons += self.dequant_objections(spec)
         if self.shared_kv_stages:
             reasons += self.shared_kv_objections(spec)
         if self.two_cta:
@@ -229,6 +228,12 @@ class DenseConfig:
                 f"cut into chunks of {chunk(columns)} and {chunk(spec.head_dim)}"
             )
         return reasons
+
+    def dequant_objections(self, spec: AttentionSpec) -> list[str]:
+        """Why the stages of an fp8 cache cannot be so."""
+        if spec.is_fp8_kv == (self.dequant_stages > 0) and self.dequant_stages != 1:
+            return []
+        return [f"{self.dequant_stages} fp8 stages: 2 or more for an fp8 cache, 0 for others, are possible"]
 
     def batch_invariant_objections(self) -> list[str]:
         """Why a row's bits would depend on more than the row, or splits could not be folded."""

@@ -522,12 +522,15 @@ class CorrectionWarps:
         num_keys = work.seqlen_k - (work.n_block_max - 1) * self.kernel.tile_n
         if num_keys < self.kernel.tile_n:
             self.wait_v(kv_idx)
-            sV = self.kv_stages.sV[None, None, self.kv_stages.v_stage(kv_idx)]
-            clear_rows(sV, cutlass.max(num_keys, 0), self.kernel.tile_n, self.thread, WARPGROUP)
+            clear_rows(self.v_rows(kv_idx), cutlass.max(num_keys, 0), self.kernel.tile_n, self.thread, WARPGROUP)
             cute.arch.fence_proxy("async.shared", space="cta")
             if cutlass.const_expr(self.skip_idle_warps):
                 # Other warps arrive for idle warps.
                 self.sync_warpgroup()
+
+    def v_rows(self, kv_idx: cutlass.Int32) -> cute.Tensor:
+        """V of a key tile, [key, column]."""
+        return self.kv_stages.sV[None, None, self.kv_stages.v_stage(kv_idx)]
 
     @cute.jit
     def clear_v_before_window(self, work: WorkTile, first_idx: cutlass.Int32, step: cutlass.Int32 | int):
@@ -546,8 +549,7 @@ class CorrectionWarps:
                 threads = cutlass.Int32(WARPGROUP)
                 if cutlass.const_expr(self.skip_idle_warps):
                     threads = cutlass.min((work.num_rows + WARP - 1) // WARP * WARP, WARPGROUP)
-                sV = self.kv_stages.sV[None, None, self.kv_stages.v_stage(kv_idx)]
-                clear_rows(sV, 0, num_keys, self.thread, threads)
+                clear_rows(self.v_rows(kv_idx), 0, num_keys, self.thread, threads)
                 cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

@@ -11,10 +11,12 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     default_split_config,
 )
 from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
+from dsl_backend.attention.cute.sm100.fp8_configs import default_fp8_config
+from dsl_backend.attention.cute.sm100.fp8_kernel import Fp8DenseForward, Fp8Key
 from dsl_backend.attention.cute.sm100.swap_ab_kernel import SwapABForward
 from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.spec import Batch
-from dsl_backend.attention.variants import SM100_DECODE, SM100_PREFILL
+from dsl_backend.attention.variants import SM100_DECODE, SM100_FP8_PREFILL, SM100_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
@@ -57,3 +59,19 @@ class Prefill(DenseKernel):
         requests = min(batch.num_requests, batch.num_tokens // max(1, min_seqlen_q))
         row_tiles = requests + -(-batch.num_tokens // self.tile_m)
         return row_tiles * self.head_blocks
+
+
+def build_fp8(key: Fp8Key, target: Target) -> Function:
+    """The compiled function of the kernel with e4m3 products; it takes the same."""
+    if target.fast_exponentials:
+        key = replace(key, config=replace(key.config, ex2_emulation=0))
+    return compile_kernel(Fp8DenseForward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
+
+
+class Fp8Prefill(DenseKernel):
+    """Attention of long queries with e4m3 products; see fp8_kernel.py."""
+
+    build = staticmethod(build_fp8)
+    key_type = Fp8Key
+    default = staticmethod(default_fp8_config)
+    variants = staticmethod(SM100_FP8_PREFILL)

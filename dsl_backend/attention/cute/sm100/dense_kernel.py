@@ -78,6 +78,7 @@ class DenseForward(TiledKernel):
     Attributes:
         cta_group, num_ctas: CTAs that multiply together, as MMAs and sizes name them; cluster: as launches do.
         mma_warp: which allocates tensor memory.
+        mma_dtype, mma_dtype_v: of the operands of Q K^T, and of P V.
         s_stages: S of 128 rows in tensor memory, which P overwrites.
         skip_idle_warps: warps whose rows do not exist skip the key tiles of a work tile; see idle_warps.py.
     """
@@ -91,6 +92,7 @@ class DenseForward(TiledKernel):
         self.alternate, self.s_stages = key.config.alternate, key.config.s_stages
         self.skip_idle_warps = self.tile_m == MMA_M
         self.registers = key.config.registers
+        self.mma_dtype, self.mma_dtype_v = self.dtype, self.dtype_v
 
     @cute.jit
     def __call__(
@@ -120,8 +122,8 @@ class DenseForward(TiledKernel):
 
     def tiled_mmas(self) -> TiledMmas:
         tiled_mma_qk = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
+            self.mma_dtype,
+            self.mma_dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,
             cutlass.Float32,
@@ -129,8 +131,8 @@ class DenseForward(TiledKernel):
             (self.num_ctas * MMA_M, self.tile_n),
         )
         tiled_mma_pv = blackwell_helpers.make_trivial_tiled_mma(
-            self.dtype_v,
-            self.dtype_v,
+            self.mma_dtype_v,
+            self.mma_dtype_v,
             OperandMajorMode.K,
             OperandMajorMode.MN,
             cutlass.Float32,

@@ -16,12 +16,12 @@ from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
-from dsl_backend.attention.cute.sm100.dense_configs import MMA_K, MMA_M
+from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
 from dsl_backend.attention.cute.tiles import TiledKernel
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.ring import phase_of, stage_of
-from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
+from dsl_backend.primitives.tcgen05_mma import K_BLOCK_BYTES, Tcgen05Mma
 
 
 class MmaWarp:
@@ -48,8 +48,8 @@ class MmaWarp:
         tiled_mma_qk, tiled_mma_pv = mmas
         self.kernel, self.config, self.work_pipeline, self.barriers = kernel, kernel.config, work_pipeline, barriers
         self.kv_stages = kv_stages
-        self.mma_qk = Tcgen05Mma(dtype=kernel.dtype, m=MMA_M, n=kernel.tile_n)
-        self.mma_pv = Tcgen05Mma(dtype=kernel.dtype_v, m=MMA_M, n=kernel.dims_v, b_mn_major=True, a_in_tmem=True)
+        self.mma_qk = Tcgen05Mma(dtype=kernel.mma_dtype, m=MMA_M, n=kernel.tile_n)
+        self.mma_pv = Tcgen05Mma(dtype=kernel.mma_dtype_v, m=MMA_M, n=kernel.dims_v, b_mn_major=True, a_in_tmem=True)
         thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
         sQ_tiles = cute.local_tile(sQ, (MMA_M, kernel.dims), (None, 0, None))  # (row, dim, row tile, q_stage)
         row_tiles = range(1 if kernel.alternate else kernel.s_stages)
@@ -64,7 +64,7 @@ class MmaWarp:
         self.tmem_O = [tmem_ptr + tmem_offset_O(kernel, s_stage) for s_stage in range(kernel.s_stages)]
         self.tOrP = [
             cute.make_tensor(
-                cute.recast_ptr(tmem_ptr + tmem_offset_P(kernel, s_stage), dtype=kernel.dtype_v), tOrP.layout
+                cute.recast_ptr(tmem_ptr + tmem_offset_P(kernel, s_stage), dtype=kernel.mma_dtype_v), tOrP.layout
             )
             for s_stage in range(kernel.s_stages)
         ]
@@ -189,8 +189,9 @@ class MmaWarp:
         cute.arch.mbarrier_wait(self.barriers.p_full + s_stage, p_idx & 1)
         tmem.after_sync()
         if cutlass.const_expr(self.config.late_p_keys > 0):
-            k_blocks = self.kernel.tile_n // MMA_K
-            early = k_blocks - self.config.late_p_keys // MMA_K
+            mma_k = K_BLOCK_BYTES * 8 // self.mma_pv.dtype.width
+            k_blocks = self.kernel.tile_n // mma_k
+            early = k_blocks - self.config.late_p_keys // mma_k
             self.issue_pv(s_stage, kv_idx, accumulate, [], range(early))
             cute.arch.mbarrier_wait(self.barriers.late_p_full + s_stage, p_idx & 1)
             tmem.after_sync()

@@ -95,6 +95,7 @@ class SoftmaxWarps:
         Args:
             s_idx: key tiles of the S stage before. count: work tiles, or splits, before.
         """
+        self.begin_q(count)
         # The correction warps have read the row sums of the work tile before: idle warps are at most one ahead.
         cute.arch.mbarrier_wait(self.barriers.stats_empty + self.s_stage, (count & 1) ^ 1)
         num_tiles = self.own_tiles(work.n_block_max - work.n_block_min)
@@ -106,6 +107,9 @@ class SoftmaxWarps:
         else:
             self.softmax_work_tile(work, s_idx, num_tiles)
         return s_idx + num_tiles
+
+    def begin_q(self, count: cutlass.Int32) -> None:
+        """Begin a work tile, after `count` others. Queries of 16 bits have no scales."""
 
     def own_tiles(self, num_tiles: cutlass.Int32) -> cutlass.Int32:
         """How many of the first key tiles that are processed belong to this S stage."""
@@ -170,7 +174,7 @@ class SoftmaxWarps:
             step = 2 * step + self.s_stage
         first_key = (work.n_block_max - 1 - step) * self.kernel.tile_n
         if cutlass.const_expr(self.score_mod.modifies):
-            distance = position - first_key
+            distance, scores = position - first_key, self.scaled_by_q(scores)
             scores = [self.score_mod.apply(score, self.slope[0], distance - j) for j, score in enumerate(scores)]
         if cutlass.const_expr(masked):
             scores = self.apply_mask(scores, work, position, first_key)
@@ -178,17 +182,25 @@ class SoftmaxWarps:
         # NaN must stay: the emulated exponential of NaN is a number.
         row_max = fmax3_tree([row_max_prev, *scores], nan=self.ex2_emulation > 0)
         # Conditional rescale: if row_max grows little, P above 1 is as exact, and O needs no rescale.
-        growth = (row_max - row_max_prev) * self.score_mod.softmax_scale_log2
+        growth = (row_max - row_max_prev) * self.scale_log2()
         row_max = row_max_prev if growth <= self.config.rescale_threshold else row_max
         self.row_max[0] = row_max
-        row_max_scaled = finite_or_zero(row_max) * self.score_mod.softmax_scale_log2
-        acc_scale = exp2(row_max_prev * self.score_mod.softmax_scale_log2 - row_max_scaled)
+        row_max_scaled = finite_or_zero(row_max) * self.scale_log2()
+        acc_scale = exp2(row_max_prev * self.scale_log2() - row_max_scaled)
         self.send_acc_scale(acc_scale, s_stage, s_idx)
         if cutlass.const_expr(self.kernel.dims_v > NARROW and self.config.late_p_keys > 0):
             hold_order()
         emulated = 0 if masked else self.ex2_emulation
         p_sum = self.store_p(scores, row_max_scaled, emulated, self.p_offset(tmem_offset, s_stage), s_stage, s_idx)
         self.row_sum[0] = self.row_sum[0] * acc_scale + (p_sum[0] + p_sum[1])
+
+    def scale_log2(self) -> cutlass.Float32:
+        """What S, or a modified score, is multiplied by to be a base-2 score."""
+        return self.score_mod.softmax_scale_log2
+
+    def scaled_by_q(self, scores: list[cutlass.Float32]) -> list[cutlass.Float32]:
+        """Q k of the queries as they arrived, of which a score modification makes scores."""
+        return scores
 
     def s_stage_of(self, s_idx: cutlass.Int32) -> tuple:
         """Of a key tile: the S stage, the phase of its mbarriers, the first column of S in tensor memory."""
@@ -256,7 +268,7 @@ class SoftmaxWarps:
         self, scores: Sequence[cutlass.Float32], row_max_scaled: cutlass.Float32, ex2_emulation: int
     ) -> list[cutlass.Float32]:
         """2^(softmax_scale_log2 score - row_max_scaled); `ex2_emulation` of each 16 on the FMA units."""
-        scale = self.score_mod.softmax_scale_log2
+        scale = self.scale_log2()
         probs: list = []
         for j in range(0, len(scores), 2):
             exponent = fma_pair((scores[j], scores[j + 1]), (scale, scale), (-row_max_scaled, -row_max_scaled))
@@ -286,8 +298,12 @@ class SoftmaxWarps:
         cute.arch.mbarrier_wait(self.barriers.p_full + self.s_stage, (s_idx - 1) & 1)
         sStats = self.sStats
         sStats[self.thread, ROW_SUM, self.s_stage] = self.row_sum[0]
-        sStats[self.thread, ROW_MAX, self.s_stage] = self.row_max[0] * self.score_mod.softmax_scale_log2
+        sStats[self.thread, ROW_MAX, self.s_stage] = self.final_row_max()
         arrive(self.barriers.stats_full + self.s_stage, self.arrive_count)
+
+    def final_row_max(self) -> cutlass.Float32:
+        """In base 2: what P is relative to."""
+        return self.row_max[0] * self.scale_log2()
 
 
 def p_stored() -> None:

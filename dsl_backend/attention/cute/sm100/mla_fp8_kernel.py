@@ -11,6 +11,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTensors, Outputs, TiledMmas
+from dsl_backend.attention.cute.fp8_queries import MlaQueries
 from dsl_backend.attention.cute.fp8_smem import fp8_atom, fp8_tensors
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla import MlaKey
@@ -18,15 +19,16 @@ from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
-from dsl_backend.attention.cute.sizes import fp8_chunk
+from dsl_backend.attention.cute.sizes import WARPGROUP, fp8_chunk
 from dsl_backend.attention.cute.sm100.dense_configs import TENSOR_COLUMNS
 from dsl_backend.attention.cute.sm100.mla_barriers import SOFTMAX_WARPS, Barriers, fp8_mbar_arrays
 from dsl_backend.attention.cute.sm100.mla_configs import LOAD_WARP, MMA_WARP, ROW_STATS, SCHEDULER_WARP
 from dsl_backend.attention.cute.sm100.mla_fp8_configs import Q_SCALE_STAGES, QUERY_WARP
-from dsl_backend.attention.cute.sm100.mla_fp8_softmax import Fp8MlaSoftmaxWarps, QueryWarps
+from dsl_backend.attention.cute.sm100.mla_fp8_softmax import Fp8MlaSoftmaxWarps
 from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.mla_load import PagesAheadMlaKeyLoadWarp
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
+from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
 from dsl_backend.primitives import dependent_launch
 
 
@@ -102,7 +104,8 @@ class Fp8MlaForward(MlaForward):
         if warp == SCHEDULER_WARP:
             self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         if warp >= QUERY_WARP:
-            QueryWarps(self, work_pipeline, barriers, loads, sQ_bytes, sQScale).run()
+            queries = MlaQueries(self, loads, cute.arch.thread_idx()[0] % WARPGROUP, WARPGROUP)
+            QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
         # Peers access this CTA's shared memory until here.
         self.cluster_sync()
         if warp == MMA_WARP:

@@ -1,19 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the SM100 kernel of absorbed MLA with e4m3 products has of its own: the warps that quantize Q, and P in e4m3."""
-
-from typing import Any
+"""The softmax role of the SM100 kernel of absorbed MLA with e4m3 products: P is e4m3."""
 
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.args import MlaKeyLoads
-from dsl_backend.attention.cute.fp8_queries import MlaQueries
 from dsl_backend.attention.cute.fp8_smem import store_p
 from dsl_backend.attention.cute.fp8_softmax import Fp8Softmax
-from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD
-from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
-from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.mla_fp8_configs import Q_SCALE_STAGES
 from dsl_backend.attention.cute.sm100.mla_softmax import MlaSoftmaxWarps
 from dsl_backend.primitives.accumulators import words_of
@@ -22,45 +15,6 @@ from dsl_backend.primitives.ring import phase_of, stage_of
 
 # Of two words of (pair of one eight keys, pair of the next eight): the pairs of the first, those of the second.
 FIRST_PAIRS, SECOND_PAIRS = 0x5410, 0x7632
-
-
-class QueryWarps:
-    """The warpgroup that loads and quantizes Q, of the next work tile while this one's keys are processed.
-
-    Args:
-        sQ_bytes: (row, column, 1).
-        sQScale: (row, parity of the work tile).
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        work_pipeline: WorkTilePipeline,
-        barriers: Any,
-        loads: MlaKeyLoads,
-        sQ_bytes: cute.Tensor,
-        sQScale: cute.Tensor,
-    ) -> None:
-        self.work_pipeline, self.barriers, self.sQScale = work_pipeline, barriers, sQScale
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        self.queries = MlaQueries(kernel, loads, sQ_bytes, thread, WARPGROUP)
-
-    @cute.jit
-    def run(self):
-        work_tiles = cutlass.Int32(0)
-        work = self.work_pipeline.consume(work_tiles)
-        valid = work.valid
-        while valid != 0:
-            stage = stage_of(work_tiles, Q_SCALE_STAGES)
-            # The scales of two work tiles before were read before S of the one before was issued, which read Q.
-            cute.arch.mbarrier_wait(self.barriers.q_empty, (work_tiles & 1) ^ 1)
-            self.queries.quantize(work, self.sQScale[None, stage])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            arrive_warp(self.barriers.q_full)
-            arrive_warp(self.barriers.q_scale_full + stage)
-            work_tiles += 1
-            work = self.work_pipeline.consume(work_tiles)
-            valid = work.valid
 
 
 class Fp8MlaSoftmaxWarps(MlaSoftmaxWarps):

@@ -54,10 +54,10 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         smem: Fp8MlaSmem,
         *args: Any,
     ) -> None:
-        self.sQScale, self.sP_bytes = smem.sQScale, smem.sP_bytes
+        self.sQScale, self.sQ_bytes, self.sP_bytes = smem.sQScale, smem.sQ_bytes, smem.sP_bytes
         super().__init__(kernel, work_pipeline, mmas, barriers, smem, *args)
         thread = self.thread + self.group * WARPGROUP
-        self.queries = MlaQueries(kernel, loads, smem.sQ_bytes, thread, MMA_THREADS)
+        self.queries = MlaQueries(kernel, loads, thread, MMA_THREADS)
 
     def partition(self, mmas: MlaTiledMmas, smem: Any, thread: cutlass.Int32) -> None:
         kernel, (sQ, sK, sV, sP) = self.kernel, smem[:4]
@@ -87,7 +87,7 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         The products of the work tile before are done: `add_row_sums` has a barrier behind them.
         """
         sQScale = self.sQScale
-        self.queries.quantize(work, sQScale)
+        self.queries.quantize(work, self.sQ_bytes[None, None, 0], sQScale)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=ALL_MMA, number_of_threads=MMA_THREADS)
         for own in cutlass.range_constexpr(ROWS_PER_THREAD):

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configurations of the dense SM100 kernel whose products are in 8 bits. Needs no CuTe DSL."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dsl_backend.attention.cute.sizes import (
+    FP8_K_BLOCK,
+    MAX_P_EXPONENT,
+    MBARRIER_BYTES,
+    WARPGROUP,
+    WORK_TILE_SMEM_BYTES,
+    p_offset_objections,
+    padded,
+)
+from dsl_backend.attention.cute.sm100.dense_configs import (
+    DEQUANT_WARP,
+    MMA_M,
+    MOST_STAGES,
+    WARP,
+    DenseConfig,
+    Registers,
+)
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.quant.format import E4M3
+
+QUERY_WARP = DEQUANT_WARP  # the first of the warpgroup that quantizes Q, where others have one that dequantizes K and V
+# 640 threads start with 96 each. Fewest bytes spilled (ptxas 13.0).
+FP8_REGISTERS = Registers(softmax=160, correction=56, other=48, dequant=56)
+MOST_DIM, MOST_DIM_V = 192, 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8DenseConfig(DenseConfig):
+    """Tiles and stages: `stages` of K and of V as TMA fills them, `query_stages` of the quantized Q.
+
+    Attributes:
+        p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
+            is left below 448 is how far a score may exceed row_max before O is rescaled.
+        rounded_sums: row sums are those of the rounded P, in float16 up to the last additions. Else they are P's in
+            float32: conversions back to float16 would be the longest of all work, by public rates.
+    """
+
+    query_stages: int = 2
+    direct_output: bool = True
+    rescale_threshold: float = MAX_P_EXPONENT - 8.0
+    p_offset: float = 8.0
+    rounded_sums: bool = False
+
+    @property
+    def threads(self) -> int:
+        return QUERY_WARP * WARP + WARPGROUP
+
+    @property
+    def registers(self) -> Registers:
+        return FP8_REGISTERS
+
+    @property
+    def scale_stages(self) -> int:
+        """Stages of the scales of Q; see query_warps.py."""
+        return self.query_stages + 1
+
+    def smem_bytes(self, spec: AttentionSpec) -> int:
+        dims, dims_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        tiles = self.query_stages * self.tile_m * dims + self.stages * self.tile_n * (dims + dims_v)
+        pipelines = self.query_stages + 2 * self.stages
+        others = self.scale_stages + (3 + (self.late_p_keys > 0)) * self.s_stages + self.stats_stages + 1
+        statistics = 4 * MMA_M * 2 * self.stats_stages + 4 * self.tile_m * self.scale_stages
+        return tiles + MBARRIER_BYTES * (2 * pipelines + others) + statistics + WORK_TILE_SMEM_BYTES
+
+    def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
+        reasons = unserved(spec) + p_offset_objections(self.p_offset)
+        return reasons or super().objections(spec, smem_bytes) + self.own_objections()
+
+    def dequant_objections(self, spec: AttentionSpec) -> list[str]:
+        if self.dequant_stages:
+            return [f"{self.dequant_stages} stages to dequantize: 0 are possible, as nothing is dequantized"]
+        return []
+
+    def own_objections(self) -> list[str]:
+        reasons = []
+        if self.softmax_warpgroups != 2 or not self.direct_output:
+            reasons.append("products in 8 bits have two softmax warpgroups and direct outputs")
+        if self.alternate or self.two_cta or self.swap_ab or self.shared_kv_stages or self.shared_s or self.use_clc:
+            reasons.append(
+                "products in 8 bits go without alternating S stages, two-CTA MMAs, swapped operands, shared stages, "
+                "shared S and cluster launch control"
+            )
+        if self.rescale_threshold > MAX_P_EXPONENT - self.p_offset:
+            reasons.append(
+                f"P of up to 2^{self.p_offset + self.rescale_threshold:g} saturates: 2^{MAX_P_EXPONENT:g} is possible"
+            )
+        return reasons
+
+
+def unserved(spec: AttentionSpec) -> list[str]:
+    """What no configuration serves."""
+    reasons = []
+    if spec.kv != E4M3:
+        reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
+    for name, dim, most in (("head size", spec.head_dim, MOST_DIM), ("value head size", spec.head_dim_v, MOST_DIM_V)):
+        if dim % FP8_K_BLOCK or not 64 <= dim <= most:
+            reasons.append(f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {most}")
+    if spec.batch_invariant:
+        # Decode converts the cache to 16 bits: a row's bits would depend on how many queries its request has.
+        reasons.append("batch invariance: short queries have other products than long ones")
+    return reasons
+
+
+def default_fp8_config(spec: AttentionSpec) -> Fp8DenseConfig:
+    """The default: not measured on a GPU."""
+    widest = max(spec.head_dim, spec.head_dim_v)
+    if widest <= 64:
+        return Fp8DenseConfig(stages=6, late_p_keys=32, ex2_emulation=2)
+    # With emulated exponentials 32 bytes spill.
+    return Fp8DenseConfig(stages=4 if widest <= 128 else 2, late_p_keys=32, ex2_emulation=0)
+
+
+def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8DenseConfig]:
+    """Configurations worth a try that fit."""
+    tried = itertools.product((64, 96, 128), (1, 2), (0, 2, 4), (0, 32), (False, True))
+    for tile_n, query_stages, ex2_emulation, late_p_keys, rounded_sums in tried:
+        made = Fp8DenseConfig(
+            tile_n=tile_n,
+            query_stages=query_stages,
+            ex2_emulation=ex2_emulation,
+            late_p_keys=late_p_keys,
+            rounded_sums=rounded_sums,
+        )
+        fitting = (replace(made, stages=stages) for stages in range(MOST_STAGES, 1, -1))
+        yield from itertools.islice((one for one in fitting if not one.objections(spec, smem_bytes)), 1)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention forward for SM100 with products in 8 bits, for long queries over an e4m3 cache.
+
+As dense_kernel.py, but K and V are multiplied as they are stored: the tensor cores read V column by column
+(`kind::f8f6f4`), so that nothing is transposed. P is rounded to e4m3. Q arrives in 16 bits: a warpgroup, in place of
+that which dequantizes keys, loads it and quantizes it, work tiles ahead.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
+from dsl_backend.attention.cute.fp8_queries import Queries
+from dsl_backend.attention.cute.fp8_smem import fp8_box, fp8_tensors
+from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
+from dsl_backend.attention.cute.scheduler.requests import Requests
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.score_mod import ScoreModArgs
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm100.dense_barriers import Barriers, fp8_mbar_arrays
+from dsl_backend.attention.cute.sm100.dense_configs import (
+    CORRECTION_WARP,
+    LOAD_WARP,
+    MMA_M,
+    MMA_WARP,
+    SCHEDULER_WARP,
+)
+from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
+from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
+from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp
+from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseConfig
+from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps
+from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
+from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
+from dsl_backend.attention.cute.tiles import VECTOR
+from dsl_backend.errors import InvalidInput
+from dsl_backend.primitives.ring import stage_of
+
+QUERY_LANES = 8  # threads of a row of Q, where its elements suffice for them; else half as many
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Key(DenseKey):
+    """All that the kernel's code depends on."""
+
+    config: Fp8DenseConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.split:
+            raise InvalidInput("products in 8 bits have whole query tiles, and key ranges are split")
+
+
+class DenseKeyLoads(NamedTuple):
+    """Of a kernel whose warps load the queries: the queries as they are, and the TMA atoms of K and V."""
+
+    mQ: cute.Tensor  # (total_q, head_q, head_dim)
+    tma_atom_k: cute.CopyAtom
+    mK: cute.Tensor
+    tma_atom_v: cute.CopyAtom
+    mV: cute.Tensor
+
+
+class Fp8KVStages:
+    """Stages of K, and stages of V, as TMA fills them.
+
+    Attributes:
+        sK: tensors (key, dim, stage), one; sV: (key, dim, stage), as e4m3.
+        sK_bytes, sV_bytes: the same memory as bytes.
+    """
+
+    def __init__(self, kernel: "Fp8DenseForward", allocator: cutlass.utils.SmemAllocator) -> None:
+        self.stages = kernel.config.stages
+        self.sK_bytes, sK = fp8_tensors(allocator, kernel.tile_n, kernel.dims, self.stages)
+        self.sV_bytes, self.sV = fp8_tensors(allocator, kernel.tile_n, kernel.dims_v, self.stages)
+        self.sK = [sK]
+
+    def k_stages(self, kv_idx: cutlass.Int32) -> list[cutlass.Int32]:
+        """The stage of each tensor of sK."""
+        return [stage_of(kv_idx, self.stages)]
+
+    def v_stage(self, kv_idx: cutlass.Int32) -> cutlass.Int32:
+        return stage_of(kv_idx, self.stages)
+
+
+class Fp8LoadWarp(SeparateKVLoadWarp):
+    """Loads K and V, as they are stored; QueryWarps load Q."""
+
+    def set_queries(self, kernel: Any, loads: DenseLoads, sQ: cute.Tensor) -> None:
+        self.stages = self.config.stages
+
+    def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:
+        """Nothing: Q is not copied by TMA."""
+
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return self.tma_atom_k, self.tma_atom_v
+
+
+class Fp8CorrectionWarps(CorrectionWarps):
+    """As CorrectionWarps. V is cleared as bytes."""
+
+    def v_rows(self, kv_idx: cutlass.Int32) -> cute.Tensor:
+        return self.kv_stages.sV_bytes[None, None, self.kv_stages.v_stage(kv_idx)]
+
+
+class Fp8DenseForward(DenseForward):
+    """As DenseForward, without split-KV; keys and values are e4m3."""
+
+    def __init__(self, key: Fp8Key):
+        super().__init__(key)
+        self.mma_dtype = self.mma_dtype_v = cutlass.Float8E4M3FN
+
+    def key_box(self, width: int) -> tuple[cute.ComposedLayout, tuple[int, int]]:
+        return fp8_box(self.box, width)
+
+    def loads(self, tensors: DenseTensors) -> Any:
+        """`DenseKeyLoads`."""
+        order = [1, 3, 2, 0] if self.key.page_size else [0, 2, 1]
+        load, found = self.load_op(), [tensors.q]
+        for tensor, width in ((tensors.k, self.dims), (tensors.v, self.dims_v)):
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
+            found += cpasync.make_tiled_tma_atom(load, view, *self.key_box(width))
+        return DenseKeyLoads(*found)
+
+    @cute.kernel
+    def kernel(
+        self,
+        mmas: TiledMmas,
+        loads: DenseKeyLoads,
+        outputs: Outputs,
+        scheduler_workspace: cute.Tensor | None,
+        requests: Requests,
+        scoring: ScoreModArgs,
+    ):
+        config = self.config
+        allocator = cutlass.utils.SmemAllocator()
+        sQ_bytes, sQ = fp8_tensors(allocator, self.tile_m, self.dims, config.query_stages)
+        kv_stages: Any = Fp8KVStages(self, allocator)
+        sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)
+        sStats = allocator.allocate_tensor(
+            cutlass.Float32, cute.make_layout((MMA_M, 2, config.stats_stages)), byte_alignment=16
+        )
+        scales = cute.make_layout((self.tile_m, config.scale_stages))
+        sQScale = allocator.allocate_tensor(cutlass.Float32, scales, byte_alignment=16)
+        tmem_holding_buf = allocator.allocate_array(cutlass.Int32, 1)
+        arrays = fp8_mbar_arrays(config)
+        barriers = Barriers(**allocate_mbarriers(allocator, arrays))
+
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == LOAD_WARP:
+            with cute.arch.elect_one():
+                init_mbarriers(barriers, arrays)
+            cute.arch.mbarrier_init_fence()
+        tmem_ptr = self.allocate_tmem(warp, tmem_holding_buf)
+
+        work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
+        if warp < config.softmax_warpgroups * WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_increase(self.registers.softmax)
+            # As in DenseForward: the younger warpgroup has S stage 0.
+            s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
+            Fp8SoftmaxWarps(sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
+        elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
+            cute.arch.setmaxregister_decrease(self.registers.correction)
+            Fp8CorrectionWarps(
+                self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sQ, outputs, requests, scoring
+            ).run()
+        elif warp >= QUERY_WARP:
+            cute.arch.setmaxregister_decrease(self.registers.dequant)
+            thread = cute.arch.thread_idx()[0] % WARPGROUP
+            lanes = QUERY_LANES if self.dims % (QUERY_LANES * VECTOR) == 0 else QUERY_LANES // 2
+            queries = Queries(self, loads.mQ, self.tile_m, thread, WARPGROUP, lanes)
+            QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
+        else:
+            cute.arch.setmaxregister_decrease(self.registers.other)
+            if warp == MMA_WARP:
+                MmaWarp(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
+            if warp == LOAD_WARP:
+                Fp8LoadWarp(
+                    self, work_pipeline, barriers, loads, sQ, kv_stages.sK_bytes, kv_stages.sV_bytes, requests
+                ).run()
+            if warp == SCHEDULER_WARP:
+                self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
+        cute.arch.sync_threads()
+        self.free_tmem(warp, tmem_holding_buf)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random problems for SM90's kernels with e4m3 products, on a GPU: they compute what their arithmetic says.
+
+`python -m pytest -m gpu tests/attention/test_fp8_on_gpu.py` checks PROBLEMS problems of each family. The same checks
+run on the emulator with few and small problems (test_sm90_fp8.py, test_mla_sm90_fp8.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsl_backend.attention import dispatch
+from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
+from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config, long_query_fp8_config
+from dsl_backend.attention.cute.sm90.mla_fp8_configs import default_fp8_mla_config
+from dsl_backend.attention.cute.sm90.mla_host import Fp8Mla
+from dsl_backend.attention.plan import Planner
+from dsl_backend.runtime import target as targets
+from dsl_backend.testing import check, fp8_attention, fuzz
+from dsl_backend.testing.cases import Case
+from dsl_backend.testing.numerics import assert_same_non_finite
+from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART as MLA_FLIPPED_PART
+from tests.attention.test_mla_sm90_fp8 import SPLIT_ERROR, SPLIT_LSE_ERROR
+from tests.attention.test_mla_sm90_fp8 import arithmetic_of as mla_arithmetic_of
+from tests.attention.test_sm90_fp8 import DIMS, arithmetic_of
+
+LAYERS, TURNS, SEED = 12, 42, 20261127
+PROBLEMS = LAYERS * TURNS  # of a family
+SIZES = replace(fuzz.REAL, kv=2500, q=600, requests=6, heads_kv=(1, 2, 4), heads_mla=(8, 16, 32, 128), scores=1.5e6)
+NAME = dispatch.FP8_PRODUCTS
+# Rows of split keys that one key dominates: its P is rounded by up to 2^-4, with one row_max in the kernel and another
+# in the arithmetic.
+SPLIT_MOST, SPLIT_LSE_MOST = 0.25, 0.14
+
+
+def drawn(family: str, layer: int, turn: int) -> Case:
+    """A random problem whose layer the kernel serves."""
+    case = fuzz.problem(family, SEED, layer + turn * LAYERS, SIZES, LAYERS)
+    assert isinstance(case, Case)
+    case = replace(case, fp8=True, fp8_dtype=torch.float8_e4m3fn, batch_invariant=False, programs=None, tile=None)
+    if family == "mla":
+        return case
+    dim, dim_v = DIMS[layer % len(DIMS)]
+    return replace(case, dim=dim, dim_v=dim_v)
+
+
+def whole_mla(planner: Planner) -> None:
+    """Every CTA has all keys of its rows, in the order that the arithmetic knows."""
+    kernel = Fp8Mla(planner.spec, planner.target, planner.workspace, default_fp8_mla_config(planner.spec))
+    planner.short = planner.long = (*planner.short[:2], kernel)
+
+
+def check_prefill(case: Case, turn: int, device: torch.device) -> None:
+    """Queries of all lengths have products in 8 bits; long tiles in every second problem, where there are any."""
+    config = (long_query_fp8_config(case.spec) if turn % 2 else None) or default_fp8_config(case.spec)
+
+    def adjust(planner: Planner) -> None:
+        planner.short = planner.long = (
+            *planner.long[:2],
+            Fp8Prefill(planner.spec, planner.target, planner.workspace, config),
+        )
+
+    problem = case.problem(device)
+    result = check.run(problem, NAME, adjust=adjust)
+    fp8_attention.judge(result, problem, arithmetic_of(config))
+
+
+def check_mla(case: Case, turn: int, device: torch.device) -> None:
+    """Whole ranges of keys by their arithmetic; in every second problem ranges are split, with P's errors in each."""
+    problem, arithmetic = case.problem(device), mla_arithmetic_of(default_fp8_mla_config(case.spec))
+    if turn % 2:
+        result = check.run(problem, NAME, split_q=case.split_q, adjust=whole_mla)
+        fp8_attention.judge(result, problem, arithmetic, MLA_FLIPPED_PART)
+        return
+    result = check.run(problem, NAME, split_q=case.split_q)
+    mine, expected = problem.owned(), fp8_attention.attention(problem, arithmetic)
+    out, exact = result.out[mine].double(), expected.out[mine]
+    lse, exact_lse = result.lse[mine].double(), expected.lse[mine]
+    assert_same_non_finite(out, exact, "out")
+    assert_same_non_finite(lse, exact_lse, "lse")
+    out, exact, lse, exact_lse = (one.nan_to_num(0.0, 0.0, 0.0) for one in (out, exact, lse, exact_lse))
+    errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
+    for what, found, usual, most in (
+        ("out", errors, SPLIT_ERROR, SPLIT_MOST),
+        ("lse", (lse - exact_lse).abs(), SPLIT_LSE_ERROR, SPLIT_LSE_MOST),
+    ):
+        if found.numel():
+            assert found.max() < most, f"{what}: a row is off by {found.max():.3f}"
+            assert found.flatten().quantile(0.95) < usual, f"{what}: every 20th row is off by {usual} or more"
+
+
+CHECKS: dict[str, Callable[[Case, int, torch.device], None]] = {"prefill": check_prefill, "mla": check_mla}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("family", CHECKS)
+def test_random_problems_of_a_layer(family: str, layer: int, device: torch.device) -> None:
+    if targets.detect(device).arch_objections("sm90"):
+        pytest.skip("the arithmetic is SM90's")
+    wrong = []
+    for turn in range(TURNS):
+        case = drawn(family, layer, turn)
+        try:
+            CHECKS[family](case, turn, device)
+        except AssertionError as error:
+            wrong.append(f"{turn}: {error}\n  {fuzz.source(case)}")
+    assert not wrong, f"{len(wrong)} of {TURNS} problems\n" + "\n".join(wrong[:5])

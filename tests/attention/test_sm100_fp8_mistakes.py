@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in what the dense SM100 kernel with e4m3 products does by itself are found."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+import emulator
+from dsl_backend.attention.cute import fp8_queries
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
+from dsl_backend.attention.cute.sm100 import dense_mma, fp8_kernel, fp8_softmax, query_warps
+from dsl_backend.attention.cute.sm100.dense_host import Fp8Prefill
+from dsl_backend.attention.cute.sm100.fp8_configs import Fp8DenseConfig
+from dsl_backend.attention.cute.sm100.fp8_kernel import Fp8DenseForward
+from dsl_backend.attention.plan import Planner
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.testing import check, fp8_attention
+from dsl_backend.testing.cases import Case
+from dsl_backend.testing.inputs import Surroundings
+from emulator.errors import EmulatorError
+from tests.attention.emulated import SCHEDULES, scratch
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.attention.test_sm100_fp8 import NAME, arithmetic_of
+
+# Rings go around; maxima move; memory that no query sees is NaN; queries of requests differ in size.
+CASE = Case(
+    q_lens=(300, 3, 260, 1),
+    kv_lens=(300, 90, 400, 70),
+    heads=(1, 1),
+    dim=64,
+    page=32,
+    window=(120, None),
+    scale=0.4,
+    sinks=True,
+    fp8=True,
+    around=Surroundings(stale=True),
+)
+SOFTCAP = replace(CASE, softcap=5.0, window=(None, None), around=Surroundings())
+CONFIG = Fp8DenseConfig(tile_n=64, stages=2, query_stages=1, late_p_keys=32, ex2_emulation=0, rounded_sums=True)
+
+MISTAKES = {
+    query_warps.QueryWarps: (
+        ("no fence behind Q", '            cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
+        (
+            "Q is written before the products of the work tile before are done",
+            "cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(work_tiles, self.stages) ^ 1)",
+            "pass",
+        ),
+    ),
+    fp8_queries.Queries: (
+        ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
+        ("half of the rows", "range(0, self.rows, self.rows_at_once", "range(0, self.rows // 2, self.rows_at_once"),
+        ("rows share a scale", "sScale[row] = row_max * (1.0 / LARGEST)", "sScale[row] = cutlass.Float32(0.01)"),
+    ),
+    fp8_softmax.Fp8SoftmaxWarps: (
+        (
+            "scales are read before they are written",
+            "        cute.arch.mbarrier_wait(self.barriers.q_scale_full + stage, phase_of(count, stages))\n",
+            "",
+        ),
+        (
+            "scales of another work tile",
+            "self.sQScale[self.row, stage]",
+            "self.sQScale[self.row, (stage + 1) % stages]",
+        ),
+        ("queries' scales are left out", "scale if self.score_mod.modifies else scale * self.q_scale[0]", "scale"),
+        ("the offset stays in the LSE", "self.scale_log2() - self.config.p_offset", "self.scale_log2()"),
+        ("P is not in its columns", "tmem_offset + first // E4M3_OF_WORD", "tmem_offset + first // 2"),
+        ("half of the sums", "sum_of_e4m3(words[:half]), sum", "sum_of_e4m3(words[half:]), sum"),
+    ),
+    dense_mma.MmaWarp: (
+        (
+            "late P is multiplied early",
+            "            cute.arch.mbarrier_wait(self.barriers.late_p_full + s_stage, p_idx & 1)\n",
+            "",
+        ),
+    ),
+    fp8_kernel.Fp8CorrectionWarps: (
+        (
+            "V of another stage is cleared",
+            "self.kv_stages.v_stage(kv_idx)",
+            "self.kv_stages.v_stage(kv_idx + 1)",
+        ),
+    ),
+}
+QUICK = ("scales of another work tile",)
+
+
+def run(case: Case, index: int) -> None:
+    """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
+
+    class Fresh(Fp8Prefill):
+        @staticmethod
+        def build(key: Any, target: Target) -> Any:
+            return toolkit.compiled(Fp8DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+
+    def adjust(planner: Planner) -> None:
+        kernel = Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        planner.short = planner.long = (*planner.long[:2], kernel)
+
+    problem, target = case.problem(), replace(from_arch("sm_100a"), sm_count=1)
+    with emulator.device(arch="sm_100a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
+        result = check.run(problem, NAME, adjust=adjust, target=target)
+    fp8_attention.judge(result, problem, arithmetic_of(CONFIG))
+
+
+def run_twice() -> None:
+    """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
+    for index in (1, 0):
+        run(CASE, index)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", [CASE, SOFTCAP], ids=["window", "softcap"])
+def test_right_without_a_mistake(case: Case) -> None:
+    run(case, 1)
+
+
+@pytest.mark.parametrize(
+    ("right", "mistake"),
+    [
+        pytest.param(right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
+        for right, mistakes in MISTAKES.items()
+        for mistake in mistakes
+    ],
+)
+def test_a_mistake_is_found(
+    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[right.__module__]
+    spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run_twice()
