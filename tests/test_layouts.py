@@ -3,6 +3,7 @@
 
 import random
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-import emulator
 from dsl_backend import layout_svg, layouts
 from dsl_backend.cli import app
 from dsl_backend.errors import InvalidInput
@@ -19,6 +19,13 @@ from dsl_backend.layouts import Layout, coalesce, complement, composition, logic
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/layouts.md").read_text()
+
+
+def emulated(what: str, layout: str) -> str:
+    """What the page's program says of a layout."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    answer: str = runpy.run_path(str(ROOT / "docs/examples/layout_exercises.py"))["answer"](what, layout)
+    return answer
 
 
 def offsets(layout: Layout) -> list[int]:
@@ -242,8 +249,17 @@ class TestThePage:
     @pytest.mark.parametrize(("layout", "wavefronts"), re.findall(r"^\| `([^`|]+)` \| \d+ \| (\d+) \|$", PAGE, re.M))
     def test_its_wavefronts(self, layout: str, wavefronts: str) -> None:
         """Of a warp that reads column 0 of 32 rows, 16 bytes a lane, counted by the emulator."""
-        pytest.importorskip("cutlass")
-        assert read_column(parse(layout)) == int(wavefronts)
+        assert emulated("column", layout) == f"{wavefronts} wavefronts"
+
+    @pytest.mark.parametrize(
+        ("exercise", "answer"), re.findall(r"^\| E\d+ \| [^|]* \| `([^`]+)` \| `([^`]+)` \|$", PAGE, re.M)
+    )
+    def test_its_answers_on_the_emulator(self, exercise: str, answer: str) -> None:
+        what, layout = exercise.split(" ", 1)
+        assert emulated(what, layout) == answer
+
+    def test_it_has_exercises_on_the_emulator(self) -> None:
+        assert len(re.findall(r"^\| E\d+ \|", PAGE, re.M)) >= 7
 
     def test_wgmma_accumulators(self) -> None:
         """The layout of the page, and that of the instruction: PTX ISA, wgmma .m64nNk16, matrix D."""
@@ -254,46 +270,3 @@ class TestThePage:
                 row = thread // 32 * 16 + thread % 32 // 4 + value // 2 % 2 * 8
                 column = value // 4 * 8 + thread % 4 * 2 + value % 2
                 assert layout((thread, value)) == row + 64 * column
-
-
-def read_column(layout: Layout) -> int:
-    """Wavefronts of a warp whose lane i loads 16 bytes of bfloat16 from (i, 0) of a layout in shared memory."""
-    import cutlass
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
-
-    from dsl_backend.runtime import toolkit
-    from emulator.profile import summary
-
-    class Kernel:
-        @cute.jit
-        def __call__(self, out: cute.Tensor, stream: Any) -> None:
-            self.kernel(out).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-
-        @cute.kernel
-        def kernel(self, out: cute.Tensor) -> None:
-            lane = cute.arch.lane_idx()
-            allocator = cutlass.utils.SmemAllocator()
-            shared = allocator.allocate_tensor(cutlass.Int32, cute.make_layout(4096), byte_alignment=1024)
-            for i in cutlass.range(lane, 4096, 32):
-                shared[i] = 1
-            cute.arch.sync_threads()
-            offset = cutlass.Int32(0)
-            for row in cutlass.range_constexpr(32):
-                offset = layout((row, 0)) // 2 if lane == row else offset
-            words = cute.make_rmem_tensor(4, cutlass.Int32)
-            address = (shared.iterator + offset).toint()
-            place = cute.make_ptr(cutlass.Int32, address, cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), words)
-            out[lane] = words[0] + words[1] + words[2] + words[3]
-
-    import torch
-
-    out = torch.zeros(32, dtype=torch.int32)
-    with emulator.device(arch="sm_90a", sms=1) as device:
-        fake = make_fake_compact_tensor(cutlass.Int32, (32,), assumed_align=4)
-        toolkit.compiled(Kernel(), (fake, make_fake_stream(use_tvm_ffi_env_stream=True)), "sm_90a", "")(out)
-    assert out.tolist() == [4] * 32
-    (found,) = summary(device.profile).kernels
-    # Those of the stores that fill it: one for each of 128 rounds.
-    return int(found.wavefronts) - 128

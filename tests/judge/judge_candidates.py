@@ -44,6 +44,19 @@ class Candidate:
 
 RIGHT = "out.copy_(softmax(x))\nreturn out"
 
+# Writes to memory that no tensor of the candidate has.
+CLEAR = """
+import ctypes
+
+def clear(address, count, where):
+    if where == "cpu":
+        ctypes.memset(address, 0, count)
+        return
+    from cuda.bindings import driver
+    (status,) = driver.cuMemsetD8(address, 0, count)
+    assert not int(status), status
+"""
+
 ROWS_KERNEL = """
 import cutlass
 from cutlass import cute
@@ -421,8 +434,8 @@ CHEATING: dict[str, Candidate] = {
     ),
     "writes-behind-its-output": Candidate(
         "out.copy_(softmax(x))\nlast = out.untyped_storage().data_ptr() + out.untyped_storage().nbytes()\n"
-        "ctypes.memset(last - 64, 0, 8)\nreturn out",
-        head="import ctypes",
+        "clear(last - 64, 8, out.device.type)\nreturn out",
+        head=CLEAR,
         said="beside an output",
     ),
     "coarse-arithmetic": Candidate(
