@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the config.json of a checkpoint in 8 bits says of its quantization."""
+"""What the config.json of a quantised checkpoint says of its quantization, and how one is written."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import save_file
 
 # compressed-tensors: a scale for each output channel and each token.
 CHANNELS: dict[str, Any] = {
@@ -32,3 +38,15 @@ NVFP4: dict[str, Any] = {
     "ignore": ["lm_head"],
     "producer": {"name": "modelopt"},
 }
+
+
+def write_beside(folder: Path, ending: str, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
+    """A checkpoint with other weights beside one: FOLDER-ENDING. Its config.json has further entries."""
+    other = folder.with_name(f"{folder.name}-{ending}")
+    other.mkdir()
+    for file in folder.glob("*.json"):
+        (other / file.name).write_text(file.read_text())
+    facts = json.loads((folder / "config.json").read_text()) | dict(config)
+    (other / "config.json").write_text(json.dumps(facts, indent=2))
+    save_file(dict(weights), other / "model.safetensors", metadata={"format": "pt"})
+    return other

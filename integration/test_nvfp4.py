@@ -5,7 +5,6 @@ On a CPU vLLM's own is its emulation of NVFP4. dsl's is the reference, and SM100
 where the plugin sees an SM100. Errors are measured from a float32 run of the dequantised weights.
 """
 
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dsl_backend.quant import format as formats
 from dsl_backend.quant.reference import mma_dequantized, mma_quantized, unswizzled
@@ -22,7 +21,7 @@ from integration.compare import prompt_errors, prompts, rms
 from integration.environment import device
 from integration.models import MODELS, write
 from integration.offline import Job, Outcome
-from integration.quantization import NVFP4
+from integration.quantization import NVFP4, write_beside
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(device().cuda, reason="vLLM emulates NVFP4 on a CPU here")]
 
@@ -80,17 +79,8 @@ def quantize(folder: Path) -> tuple[Path, Path]:
         stored[f"{name}_scale_2"] = torch.tensor(whole)
         stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(INPUT_SCALE)
         wide[name] = mma_dequantized(found, whole).bfloat16()
-    made = []
-    for ending, weights, more in (("nvfp4", stored, {"quantization_config": NVFP4}), ("wide", wide, {})):
-        other = folder.with_name(f"{folder.name}-{ending}")
-        other.mkdir()
-        for file in folder.glob("*.json"):
-            (other / file.name).write_text(file.read_text())
-        facts = json.loads((folder / "config.json").read_text()) | more
-        (other / "config.json").write_text(json.dumps(facts, indent=2))
-        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-        made.append(other)
-    return made[0], made[1]
+    served = write_beside(folder, "nvfp4", stored, {"quantization_config": NVFP4})
+    return served, write_beside(folder, "wide", wide, {})
 
 
 @pytest.fixture(scope="module")

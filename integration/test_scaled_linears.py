@@ -6,14 +6,13 @@ AMX; there its class says that it can, dsl's kernels replace it, and the error i
 experts in 8 bits are served on a GPU only.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, ScaledFormat
@@ -24,7 +23,7 @@ from integration.compare import prompt_errors, prompts, rms
 from integration.environment import device
 from integration.models import MODELS, write
 from integration.offline import Job, Outcome
-from integration.quantization import BLOCKS, CHANNELS
+from integration.quantization import BLOCKS, CHANNELS, write_beside
 
 pytestmark = pytest.mark.e2e
 
@@ -66,17 +65,8 @@ def quantize(folder: Path, kind: ScaledFormat, config: dict[str, Any]) -> tuple[
         scale = found.scale if kind.blocked else found.scale.view(-1, 1)
         stored[f"{name}_scale_inv" if kind.blocked else f"{name}_scale"] = scale.contiguous()
         wide[name] = dequantized(found, torch.float32)
-    made = []
-    for ending, weights, more in (("e4m3", stored, {"quantization_config": config}), ("wide", wide, {})):
-        other = folder.with_name(f"{folder.name}-{kind}-{ending}")
-        other.mkdir()
-        for file in folder.glob("*.json"):
-            (other / file.name).write_text(file.read_text())
-        facts = json.loads((folder / "config.json").read_text()) | more
-        (other / "config.json").write_text(json.dumps(facts, indent=2))
-        save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-        made.append(other)
-    return made[0], made[1]
+    served = write_beside(folder, f"{kind}-e4m3", stored, {"quantization_config": config})
+    return served, write_beside(folder, f"{kind}-wide", wide, {})
 
 
 def without_routers(config: dict[str, Any]) -> dict[str, Any]:

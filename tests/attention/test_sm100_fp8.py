@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 import emulator
 from dsl_backend.attention import dispatch
@@ -123,17 +122,7 @@ def test_configs_fit(dims: tuple[int, int]) -> None:
         assert 128 * (2 * softmax + correction + other + query) <= 640 * 96
 
 
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        ({"fp8": False}, "keys of bfloat16: its products are of float8_e4m3fn"),
-        ({"fp8_dtype": torch.float8_e5m2}, "keys of float8_e5m2"),
-        ({"dim": 256}, "head size 256 is not a multiple of 32 from 64 to 192"),
-        ({"dim": 80}, "head size 80 is not a multiple of 32"),
-        ({"dim": 192}, "value head size 192 is not a multiple of 32 from 64 to 128"),
-        ({"batch_invariant": True}, "short queries have other products"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "reason"), test_sm90_fp8.NOT_SERVED)
 def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         dispatch.choose(dispatch.Operation.PREFILL, test_sm90_fp8.spec_of(**facts), from_arch("sm_100a"), NAME)

@@ -4,7 +4,6 @@
 vLLM's layers have its emulation of NVFP4 as their own kernel, which it has for GPUs and which runs on a CPU too.
 """
 
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +29,8 @@ from dsl_backend.quant.format import NVFP4
 from dsl_backend.quant.reference import Quantized, mma_dequantized, mma_quantized, unswizzled
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.vllm_plugin.scaled_linears import nvfp4, serve
-from tests.vllm_plugin.test_fused_mlp import engine, model_of
-from tests.vllm_plugin.test_scaled_linears import BF16, BY_DSL, error, without_compilation
+from tests.vllm_plugin.test_fused_mlp import model_of
+from tests.vllm_plugin.test_scaled_linears import BF16, error, exact_of, processed, said, without_compilation
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -89,28 +88,6 @@ def fill(layer: Any, seed: int) -> torch.Tensor:
     if layer.bias is not None:
         layer.bias.data.copy_(torch.randn(n, generator=generator, dtype=torch.float32))
     return mma_dequantized(found, whole)
-
-
-def exact_of(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
-    """Of the dequantised weights, with nothing else rounded."""
-    both = x.double() @ mlp.wide["gate_up_proj"].T
-    if mlp.gate_up_proj.bias is not None:
-        both += mlp.gate_up_proj.bias.double()
-    gate, up = both.chunk(2, -1)
-    return (gate * gate.sigmoid() * up) @ mlp.wide["down_proj"].T
-
-
-def said(caplog: pytest.LogCaptureFixture, model: nn.Module, **changes: Any) -> list[str]:
-    caplog.clear()
-    with caplog.at_level(logging.INFO), set_current_vllm_config(without_compilation()):
-        serve.serve_scaled_linears(model, engine(**BY_DSL | changes))
-    return [record.getMessage() for record in caplog.records if record.name == "vllm.dsl_backend"]
-
-
-def processed(model: nn.Module) -> None:
-    for module in model.modules():
-        if hasattr(module, "quant_method"):
-            module.quant_method.process_weights_after_loading(module)
 
 
 def x_of(*shape: int) -> torch.Tensor:

@@ -122,7 +122,7 @@ class Asked(MLP):
         return x
 
 
-def exact_of(mlp: MLP, x: torch.Tensor) -> torch.Tensor:
+def exact_of(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """Of the dequantised weights, with nothing else rounded."""
     both = x.double() @ mlp.wide["gate_up_proj"].T
     if mlp.gate_up_proj.bias is not None:
