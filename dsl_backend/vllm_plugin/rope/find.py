@@ -57,12 +57,16 @@ def reasons_against_engine(vllm_config: Any, target: Target) -> str:
 
 
 def takes_queries_alone() -> bool:
-    """Whether vLLM's Attention writes no cache where it is given no keys and values."""
+    """Whether vLLM's Attention writes no cache where it is given no keys and values, and attends by a known operator.
+
+    `method.prepared` calls that operator as `Attention.forward` does.
+    """
     from vllm.model_executor.layers.attention import attention
 
     source = inspect.getsource(attention.Attention.forward)
-    return hasattr(attention, "get_attention_context") and all(
-        f"{name} is not None" in source for name in ("key", "value")
+    known = ("get_attention_context", "unified_attention_with_output")
+    return all(hasattr(attention, name) for name in known) and all(
+        text in source for text in ("key is not None", "value is not None", *known[1:], "use_direct_call")
     )
 
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `forward` of an attention module whose norms, rotation and cache write are one launch of this package."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import attention as vllm_attention
 
 from dsl_backend.attention import rope
 from dsl_backend.attention.rope_spec import RopeSpec, RopeTensors
@@ -24,7 +27,7 @@ def rope_write_kv(
     out: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """Rotated queries to out [tokens, queries]; keys and values go to the cache of the layer of that name.
+    """Rotated queries to out [tokens, heads, head_size]; keys and values go to the cache of the layer of that name.
 
     The cache and the slots are those of vLLM's forward context, as for its own operator that writes the cache. Without
     slots (vLLM's profiling run) queries stay as they are.
@@ -32,21 +35,19 @@ def rope_write_kv(
     It makes no tensor. vLLM cuts graphs at this operator and captures what follows, up to attention, in a CUDA graph
     that reads the queries where they were when it was captured. `out` comes from the graph in front and stays there.
     """
-    from vllm.model_executor.layers.attention.attention import get_attention_context
-
-    _, layer, cache, slots = get_attention_context(layer_name)
+    _, layer, cache, slots = vllm_attention.get_attention_context(layer_name)
     rotation: Rotation[Form, RopeSpec] = layer.dsl_rotation
     sizes = rotation.form.sizes
     parts = qkv.split_with_sizes(sizes, 1)
     q, key, value = (part.view(len(qkv), -1, layer.head_size) for part in parts)
     if slots is None or cache.numel() == 0:
-        out.copy_(parts[0])
+        out.copy_(q)
         return
     keys, values = layer.impl.split(cache)
     spec = with_page_size(rotation.spec, keys.shape[1])
     fp8 = spec.layer.is_fp8_kv
     tensors = RopeTensors(
-        q, key, value, positions, cos_sin, q_weight, k_weight, out.view(q.shape), keys, values, slots,
+        q, key, value, positions, cos_sin, q_weight, k_weight, out, keys, values, slots,
         layer._k_scale if fp8 else None, layer._v_scale if fp8 else None,
     )  # fmt: skip
     rope.writer(spec, slots.device, rotation.kernel)(tensors, rotation.eps)
@@ -84,7 +85,8 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     qkv, _ = getattr(module, form.projection)(given[form.hidden])
     attention = getattr(module, form.attention)
     weights = [None, None] if form.norms is None else [getattr(module, name).weight.data for name in form.norms]
-    q = qkv.new_empty((qkv.shape[0], form.sizes[0]))
+    q = qkv.new_empty((qkv.shape[0], attention.num_heads, attention.head_size))
+    attend = prepared(attention, q) if torch.compiler.is_compiling() else partial(attention, q, None, None)
     ROPE_WRITE_KV(
         qkv,
         given[form.positions],
@@ -93,5 +95,31 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         q,
         attention.layer_name,
     )
-    output, _ = getattr(module, form.output)(attention(q, None, None))
+    output, _ = getattr(module, form.output)(attend())
     return output
+
+
+def prepared(attention: Any, q: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What attends, as vLLM's `Attention.forward` without keys and values does; its tensors are made at once.
+
+    vLLM cuts graphs at the operator that writes the cache and at attention, and runs both as one piece where no other
+    node is between them. With the views and the output that `Attention.forward` makes there, each layer had a piece
+    more: an empty CUDA graph to replay, or a compiled function to call that does nothing.
+    """
+    out = q.new_empty((q.shape[0], attention.num_heads, attention.head_size_v))
+    name = encoded_name(attention.layer_name)
+
+    def attend() -> torch.Tensor:
+        if attention.use_direct_call:
+            vllm_attention.unified_attention_with_output(q, None, None, out, attention.layer_name)
+        else:
+            torch.ops.vllm.unified_attention_with_output(q, None, None, out, name)
+        return out.view(-1, attention.num_heads * attention.head_size_v)
+
+    return attend
+
+
+def encoded_name(layer_name: str) -> Any:
+    """A layer's name as vLLM's operators take it: by a hash, in versions that hide it from compiled graphs."""
+    encode = getattr(vllm_attention, "_encode_layer_name", None)
+    return layer_name if encode is None else encode(layer_name)
