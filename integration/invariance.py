@@ -210,7 +210,6 @@ def splits_follow_the_batch() -> None:
 
     On a GPU the ordinary kernels serve instead of the batch-invariant ones.
     """
-
     from dsl_backend.attention import plan, reference
 
     make = plan.Planner.__init__

@@ -32,8 +32,8 @@ def rope_write_kv(
     The cache and the slots are those of vLLM's forward context, as for its own operator that writes the cache. Without
     slots (vLLM's profiling run) queries stay as they are.
 
-    It makes no tensor. vLLM cuts graphs at this operator and captures what follows, up to attention, in a CUDA graph
-    that reads the queries where they were when it was captured. `out` comes from the graph in front and stays there.
+    It makes no tensor. vLLM cuts graphs at this operator, and what it captures behind it would read tensors where they
+    were when it was captured. `out` comes from the graph in front and stays there.
     """
     _, layer, cache, slots = vllm_attention.get_attention_context(layer_name)
     rotation: Rotation[Form, RopeSpec] = layer.dsl_rotation

@@ -7,6 +7,7 @@ NVFP4.
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -119,8 +120,9 @@ class Nvfp4Kernel:
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
+@cache
 def kernel_class() -> Any:
-    """`Nvfp4Kernel` as one of vLLM's kernels."""
+    """`Nvfp4Kernel` as one of vLLM's kernels; one class for all layers."""
 
     class OfVllm(Nvfp4Kernel, kernels_base()):  # type: ignore[misc]
         is_supported = classmethod(lambda cls, compute_capability=None: (True, None))
