@@ -30,8 +30,8 @@ def recorded(job: Job, file: Path) -> Job:
 def record() -> None:
     """Keeps a hash of each module's output for the tokens of the first request, by position.
 
-    It writes them to the file of `recorded`. The engine must be eager. Steps are recorded in which that request is
-    still in its prompt, or alone.
+    It writes them to the file of `recorded`. The engine must be eager. Steps are recorded in which that request can be
+    told from others, see `rows_of`.
     """
     from vllm.model_executor.model_loader import base_loader
 
@@ -92,7 +92,8 @@ def rows_of(ids: Sequence[int], positions: Sequence[int], prompt: Sequence[int])
     """(row, positions): where the request with this prompt is in a step, from which row on; no positions if nowhere.
 
     A step has rows of adjacent positions for each request, in an order that differs from version to version. One row
-    of the prompt may be another request's by chance, unless the request is alone.
+    of the prompt may be another request's by chance, unless the request is alone. Behind the prompt, a row is the
+    request's if no other row is as far: its prompt should be the longest.
     """
     runs = list(adjacent(positions))
     for begin, end in runs:
@@ -101,6 +102,10 @@ def rows_of(ids: Sequence[int], positions: Sequence[int], prompt: Sequence[int])
             mine += 1
         if (mine > begin + 1 and positions[begin] < len(prompt)) or (mine == end and len(runs) == 1):
             return begin, list(positions[begin:mine])
+    behind = [(begin, end) for begin, end in runs if positions[begin] >= len(prompt)]
+    if len(behind) == 1:
+        begin, end = behind[0]
+        return begin, list(positions[begin:end])
     return 0, []
 
 

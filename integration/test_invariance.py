@@ -106,10 +106,12 @@ def test_the_requests_rows_are_found_in_any_order() -> None:
     # Another request's prompt, one's answer, then a chunk of this one's from position 1 on.
     assert module_bits.rows_of([9, 6, 5, 6, 7], [0, 1, 40, 1, 2], prompt) == (3, [1, 2])
     assert module_bits.rows_of([5, 6, 7, 8, 1], [0, 1, 2, 3, 7], prompt) == (0, [0, 1, 2, 3])
-    # Behind the prompt, or with one row of it, it can be told from others only alone.
+    # Behind the prompt it can be told from others alone, or if they are not as far.
     assert module_bits.rows_of([1], [4], prompt) == (0, [4])
     assert module_bits.rows_of([1, 1], [4, 9], prompt) == (0, [])
-    assert module_bits.rows_of([8, 1], [3, 9], prompt) == (0, [])
+    assert module_bits.rows_of([1, 1], [2, 9], prompt) == (1, [9])
+    # One row of the prompt may be another request's.
+    assert module_bits.rows_of([8, 1], [3, 1], prompt) == (0, [])
     # Rows of the next request that are adjacent by chance are not taken.
     assert module_bits.rows_of([5, 6, 9, 9], [0, 1, 2, 3], prompt) == (0, [0, 1])
     assert module_bits.rows_of([], [], prompt) == (0, [])
