@@ -32,7 +32,7 @@ PINS = ("flash-attn-4==4.0.0b20", "quack-kernels==0.6.3", "einops==0.8.2", "torc
 STAMP = ".set-up"
 # v4.6.0 of NVIDIA/cutlass, whose examples are for the CuTe DSL that is installed, and the digest of those below.
 CUTLASS_COMMIT = "e6233cbac5d7c7a865c19c91cd684ceece19513c"
-CUTLASS_DIGEST = "0d6e0d1ecd8be39dfae43706889f56ec015fce320a2e577c969481e9c0da23ab"
+CUTLASS_DIGEST = "295d3fac8f4aba9a2398721dbf788bf07ae9e589bcbcfe1ffaf8ddac996fe13b"
 CUTLASS_FOLDER = "examples/python/CuTeDSL"
 EXAMPLES = (
     *(f"cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_{step}.py" for step in ("0", "1", "2", "3", "3_1", "4", "5")),
@@ -41,7 +41,14 @@ EXAMPLES = (
     "cute/blackwell/kernel/attention/fmha/fmha.py",
     "cute/blackwell/kernel/attention/mla/mla_decode_fp8.py",
     "cute/blackwell/kernel/attention/mla/mla_helpers.py",
-    "cute/hopper/kernel/dense_gemm/dense_gemm.py",
+    *(
+        f"cute/blackwell/kernel/attention/mamba2_ssd/mamba2_ssd{part}.py"
+        for part in ("", "_reference", "_tile_scheduler")
+    ),
+    "cute/blackwell/kernel/grouped_gemm/grouped_gemm.py",
+    *(f"cute/blackwell/kernel/mixed_input_gemm/mixed_input_{part}.py" for part in ("gemm", "host_utils")),
+    *(f"cute/hopper/kernel/dense_gemm/dense_gemm{kind}.py" for kind in ("", "_persistent", "_fp8_2xacc")),
+    "cute/hopper/kernel/grouped_gemm/grouped_gemm.py",
     "cute/hopper/kernel/attention/fmha.py",
     "helpers/__init__.py",
     "helpers/fmha_helpers.py",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases_cutlass import CUTLASS, EXAMPLES
+from cases_cutlass import EXAMPLES
+from cases_cutlass_more import CUTLASS
 from peer_answers import Answers
 from peer_cases import SCHEDULES, SM90, SM100
 from run_case import CASES, PEERS
