@@ -135,21 +135,31 @@ def unpacked_e2m1(values: torch.Tensor, dtype: torch.dtype = torch.float64) -> t
 
 
 def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0) -> Quantized:
-    """A matrix of any dtype in MXFP8 or NVFP4; NVFP4's values times block scales times the global scale are x."""
-    assert kind.block_columns is not None
+    """A matrix of any dtype in MXFP8, MXFP4 or NVFP4; values times block scales times the global scale are x."""
     wide = x.float() / global_scale
+    scale = mma_scales_of(wide, kind)
+    return Quantized(mma_stored(wide, scale, kind), swizzled(scale), kind)
+
+
+def mma_scales_of(wide: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
+    """The scales [rows, blocks] of a matrix in float32 in MXFP8, MXFP4 or NVFP4."""
+    assert kind.block_columns is not None
     rows, columns = wide.shape
     padded = torch.nn.functional.pad(wide, (0, -columns % kind.block_columns))
     largest = padded.view(rows, padded.shape[1] // kind.block_columns, kind.block_columns).abs().amax(2)
     if kind == NVFP4:
-        scale = (largest / E2M1_MAX).clamp(max=448.0).to(kind.scales)
-    else:
-        exponent = (largest.clamp(min=LEAST_OF_GROUP) / kind.largest).log2().ceil().clamp(min=-127)
-        scale = torch.exp2(exponent).to(kind.scales)
-    wide = wide / scale.float().repeat_interleave(kind.block_columns, 1)[:, :columns]
-    if kind == NVFP4:
-        return Quantized(packed_e2m1(wide.nan_to_num()), swizzled(scale), kind)
-    return Quantized(wide.clamp(-kind.largest, kind.largest).to(kind.values), swizzled(scale), kind)
+        return (largest / E2M1_MAX).clamp(max=448.0).to(kind.scales)
+    exponent = (largest.clamp(min=LEAST_OF_GROUP) / kind.largest).log2().ceil().clamp(min=-127)
+    return torch.exp2(exponent).to(kind.scales)
+
+
+def mma_stored(wide: torch.Tensor, scale: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
+    """The elements of a matrix in float32 by these scales [rows, blocks]."""
+    assert kind.block_columns is not None
+    wide = wide / scale.float().repeat_interleave(kind.block_columns, 1)[:, : wide.shape[1]]
+    if kind.packed > 1:
+        return packed_e2m1(wide.nan_to_num())
+    return wide.clamp(-kind.largest, kind.largest).to(kind.values)
 
 
 def in_mxfp8(matrix: Quantized) -> Quantized:
@@ -169,7 +179,7 @@ def mma_dequantized(matrix: Quantized, global_scale: float = 1.0) -> torch.Tenso
     """The inverse, float64."""
     values, scale, kind = matrix
     assert kind.block_columns is not None
-    wide = unpacked_e2m1(values) if kind == NVFP4 else values.double()
+    wide = unpacked_e2m1(values) if kind.packed > 1 else values.double()
     rows, columns = wide.shape
     found = unswizzled(scale, rows, -(-columns // kind.block_columns))
     factors = found.to(torch.float32).double().repeat_interleave(kind.block_columns, 1)[:, :columns]
