@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of SM100's kernels of experts whose scales are factors of matrix products; needs no CuTe DSL."""
 
+from dataclasses import dataclass
 from functools import cache
 
 from dsl_backend.experts.configs import ExpertsConfig
@@ -15,6 +16,14 @@ from dsl_backend.runtime.target import Target
 # Rows of weights of a box of the second product, widest first; the first one's boxes have 128 rows, whose factors lie
 # together. Arithmetic, none of it timed.
 SECOND_BOXES = (128, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedBlockScaledConfig(BlockScaledConfig):
+    """Epilogue threads store their rows from registers."""
+
+    def epilogue_elements(self, parts: int) -> int:
+        return 0
 
 
 @cache
@@ -46,10 +55,10 @@ def products(spec: ExpertsSpec) -> tuple[ScaledGemmSpec, ScaledGemmSpec]:
 def candidates(spec: ExpertsSpec, target: Target) -> tuple[ExpertsConfig, ...]:
     """The kernels of a layer for any number of tokens, widest first. None where nothing fits."""
     first_gemm, second_gemm = products(spec)
-    first = deepest(BlockScaledConfig(), first_gemm, target.smem_bytes)
+    first = deepest(GroupedBlockScaledConfig(), first_gemm, target.smem_bytes)
     found = []
     for box_n in SECOND_BOXES:
-        second = deepest(BlockScaledConfig(box_n=box_n), second_gemm, target.smem_bytes)
+        second = deepest(GroupedBlockScaledConfig(box_n=box_n), second_gemm, target.smem_bytes)
         if isinstance(first, BlockScaledConfig) and isinstance(second, BlockScaledConfig):
             found.append(ExpertsConfig(first=first, second=second, prefetches=True))
     return tuple(found)

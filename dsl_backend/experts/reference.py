@@ -117,7 +117,9 @@ def weight_of(spec: ExpertsSpec, operands: ExpertsOperands, name: str, expert: i
         return weight.to(dtype)
     assert scale is not None
     if spec.mma_scaled:
-        return mma_weight_of(spec, weight, scale[expert], getattr(operands.scales, f"{name}_global"), name, expert, dtype)
+        return mma_weight_of(
+            spec, weight, scale[expert], getattr(operands.scales, f"{name}_global"), name, expert, dtype
+        )
     return dequantized(Quantized(weight, scale[expert], spec.weight), dtype)
 
 

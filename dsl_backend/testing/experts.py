@@ -10,9 +10,9 @@ import torch
 
 from dsl_backend.experts import api, reference
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
+from dsl_backend.experts.scales import mma_scales
 from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.experts.scales import mma_scales
 from dsl_backend.quant.format import BLOCK_SCALED, E2M1_MAX, GROUP, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.quant.reference import (
     Quantized,
@@ -188,9 +188,9 @@ def mma_weights(
     kind = case.weight
     assert kind is not None
     wholes = torch.linspace(0.5, 0.75, len(weights)) / E2M1_MAX / 16 if kind == NVFP4 else torch.ones(len(weights))
-    wide = weights.float() / wholes[:, None, None]
-    scales = [mma_scales_of(one, kind) for one in wide]
-    values = torch.stack([mma_stored(one, scale, kind) for one, scale in zip(wide, scales, strict=True)])
+    scales = [mma_scales_of(one, kind, whole) for one, whole in zip(weights, wholes, strict=True)]
+    given = zip(weights, scales, wholes, strict=True)
+    values = torch.stack([mma_stored(one, scale, kind, whole) for one, scale, whole in given])
     row_bytes = values.shape[2]
     if kind.packed > 1:
         values = torch.nn.functional.pad(values, (0, -row_bytes % 64))
@@ -242,10 +242,10 @@ def mma_bounds(
     kind = spec.activations
     assert kind is not None
     whole = 1.0 if given.scales.hidden_global is None else float(given.scales.hidden_global)
-    scales = [mma_scales_of((hidden.abs() + one).clamp(min=0).float() / whole, kind) for one in (-wrong, wrong)]
+    scales = [mma_scales_of((hidden.abs() + one).clamp(min=0), kind, whole) for one in (-wrong, wrong)]
     found = torch.stack(
         [
-            mma_dequantized(Quantized(mma_stored(one.float() / whole, scale, kind), swizzled(scale), kind), whole)
+            mma_dequantized(Quantized(mma_stored(one, scale, kind, whole), swizzled(scale), kind), whole)
             for one in (hidden - wrong, hidden + wrong)
             for scale in scales
         ]
@@ -463,4 +463,18 @@ def random_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
         pad_x=-(-case.pad_x // 16) * 16,
         weight=weight,
         x_given=draw.random() < 0.5,
+    )
+
+
+def random_block_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
+    """A random layer of experts in MXFP8, MXFP4 or NVFP4; sizes are multiples of 32."""
+    case = random_case(draw, most)
+    weight = draw.choice((MXFP8, MXFP4, NVFP4))
+    return replace(
+        case,
+        hidden=-(-case.hidden // 32) * 32,
+        width=-(-case.width // 32) * 32,
+        weight=weight,
+        # NVFP4 has no infinity, and its elements no NaN.
+        special=case.special and weight != NVFP4,
     )
