@@ -117,31 +117,22 @@ def weight_of(spec: ExpertsSpec, operands: ExpertsOperands, name: str, expert: i
         return weight.to(dtype)
     assert scale is not None
     if spec.mma_scaled:
-        return mma_weight_of(
-            spec, weight, scale[expert], getattr(operands.scales, f"{name}_global"), name, expert, dtype
-        )
+        global_scale = getattr(operands.scales, f"{name}_global")
+        whole = 1.0 if global_scale is None else float(global_scale[expert])
+        parts = 2 if name == "w13" else 1
+        return (mma_weight(weight, scale[expert], spec.weight, parts, spec.interleaved) * whole).to(dtype)
     return dequantized(Quantized(weight, scale[expert], spec.weight), dtype)
 
 
-def mma_weight_of(
-    spec: ExpertsSpec,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    name: str,
-    expert: int,
-    dtype: torch.dtype,
+def mma_weight(
+    weight: torch.Tensor, scale: torch.Tensor, kind: ScaledFormat, parts: int, interleaved: bool
 ) -> torch.Tensor:
-    """The same of weights in MXFP8, MXFP4 or NVFP4."""
-    kind = spec.weight
-    assert kind is not None
+    """An expert's weights in MXFP8, MXFP4 or NVFP4, float64; arguments as those of `scales.row_scales`."""
     assert kind.block_columns is not None
     values = unpacked_e2m1(weight) if kind.packed > 1 else weight.double()
     rows, columns = values.shape
-    parts = 2 if name == "w13" else 1
-    by_block = row_scales(scale, rows, columns // kind.block_columns, parts=parts, interleaved=spec.interleaved)
-    whole = 1.0 if global_scale is None else float(global_scale[expert])
-    return (values * by_block.float().double().repeat_interleave(kind.block_columns, 1) * whole).to(dtype)
+    by_block = row_scales(scale, rows, columns // kind.block_columns, parts=parts, interleaved=interleaved)
+    return values * by_block.float().double().repeat_interleave(kind.block_columns, 1)
 
 
 def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:

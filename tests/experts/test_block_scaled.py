@@ -12,7 +12,6 @@ from experts_cases import SCHEDULES, SMS
 import emulator
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, block_scaled_configs, dispatch, reference
-from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.experts.block_scaled_configs import GroupedBlockScaledConfig
 from dsl_backend.experts.configs import ExpertsConfig
 from dsl_backend.experts.cute import block_scaled_host as host
@@ -205,9 +204,7 @@ EMULATED: dict[str, tuple[ExpertsConfig, int]] = {
 }
 
 
-def emulate(
-    case: ExpertsCase, config: ExpertsConfig, schedule: str, seed: int, routing_ctas: int = 1
-) -> ExpertsOperands:
+def emulate(case: ExpertsCase, config: ExpertsConfig, schedule: str, seed: int, routing_ctas: int = 1) -> None:
     """Compile, run on the emulator, judge; any finding or warning raises."""
     given, spec = tensors(case, "cpu"), case.spec
     with emulator.device(arch="sm_100a", sms=SMS, schedule=schedule, seed=seed, strict=True):
@@ -215,7 +212,6 @@ def emulate(
         ctas = (routing_ctas, *config.ctas(spec, case.tokens, TARGET)[1:])
         host.run(function, spec, config, given, ctas, Workspace(given.x.device))
     judge(case, given)
-    return given
 
 
 def emulated() -> list[Any]:
@@ -248,17 +244,17 @@ def test_fuzz(seed: int) -> None:
     emulate(random_served_case(draw, 200), draw.choice((WIDE, NARROW)), SCHEDULES[seed % 3], seed, draw.choice((1, 3)))
 
 
-def test_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_name() -> None:
     """The plan of the name runs what `EMULATED` runs, its arguments checked at the door."""
     case = replace(MX, weight=MXFP4)
     given = tensors(case, "cpu")
-    unpadded = given.w2.contiguous()
+    unpadded = given._replace(w2=given.w2.contiguous())._asdict()
+    apart = given._replace(x=torch.zeros(case.tokens, case.hidden + 4, dtype=BF16)[:, : case.hidden])._asdict()
     with emulator.device(arch="sm_100a", sms=SMS, strict=True):
         plan = api.ExpertsPlan(case.spec, TARGET, Workspace(torch.device("cpu")), "cute-block-scaled")
         with pytest.raises(InvalidInput, match="w2 has rows that do not start at multiples of 64 bytes"):
-            api.run(plan, **given._replace(w2=unpadded)._asdict())
+            api.run(plan, **unpadded)
         with pytest.raises(InvalidInput, match="x has rows that do not start at multiples of 16 bytes"):
-            padded = torch.zeros(case.tokens, case.hidden + 4, dtype=BF16)[:, : case.hidden]
-            api.run(plan, **given._replace(x=padded)._asdict())
+            api.run(plan, **apart)
         api.run(plan, **given._asdict())
     judge(case, given)

@@ -89,7 +89,7 @@ def test_the_judge_finds_a_scale_of_another_block() -> None:
     [
         (
             {"weight": TENSOR_SCALED},
-            "weight is e4m3-tensor: one of None, e4m3-128x128, e4m3-row, mxfp8, mxfp4, nvfp4 is",
+            "is e4m3-tensor: one of None, e4m3-128x128, e4m3-row, mxfp8, mxfp4, nvfp4 is needed",
         ),
         ({"x": ROW_SCALED}, "x is e4m3-row: e4m3-1x128 or None is needed with weights in e4m3-128x128"),
         ({"weight": None, "x": GROUP_SCALED}, "x is e4m3-1x128: None is needed with weights in bfloat16"),
