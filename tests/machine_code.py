@@ -39,6 +39,7 @@ from dsl_backend.quant.format import (
     BLOCK_SCALED_E8M0,
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
+    MXFP4,
     MXFP8,
     NVFP4,
     ROW_SCALED,
@@ -186,6 +187,12 @@ EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     "e4m3-blocks": EXPERTS | {"topk": 4, "intermediate_size": 2816, "weight": BLOCK_SCALED},
     "e4m3-channels": EXPERTS | {"topk": 4, "weight": ROW_SCALED, "activation": SWIGLU_OAI, "interleaved": True},
 }
+# Of SM100 alone.
+BLOCK_SCALED_LAYERS: dict[str, dict[str, Any]] = {
+    "mxfp8": EXPERTS | {"topk": 4, "weight": MXFP8},
+    "mxfp4-oai-biases": EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": MXFP4},
+    "nvfp4-oai-biases": EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": NVFP4},
+}
 ARCHS = tuple(arch.name for arch in registry.with_kernels())
 LIMIT_S = 300
 
@@ -308,14 +315,14 @@ def sm90_scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
 def experts_subjects() -> Iterator[Subject]:
     """All pairs of tiles that are chosen for a layer."""
     for arch in ("sm_90a", "sm_100a"):
-        for name, facts in EXPERTS_LAYERS.items():
+        for name, facts in (EXPERTS_LAYERS | (BLOCK_SCALED_LAYERS if arch == "sm_100a" else {})).items():
             kernels = partial(experts_kernels, arch, ExpertsSpec(**facts))
             yield Subject(id=f"{arch}-experts-{name}", arch=arch, kernels=kernels)
 
 
 def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
-    from dsl_backend.experts import scaled_configs
-    from dsl_backend.experts.cute import scaled_host
+    from dsl_backend.experts import block_scaled_configs, scaled_configs
+    from dsl_backend.experts.cute import block_scaled_host, scaled_host
     from dsl_backend.experts.precompile import precompile_specs_of
     from dsl_backend.runtime.target import from_arch
 
@@ -323,6 +330,11 @@ def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
     if spec.weight is None:
         for unit in precompile_specs_of(spec, target):
             yield Made((unit.key.first, unit.key.second), unit.compile)
+        return
+    if spec.mma_scaled:
+        for tiles in block_scaled_configs.candidates(spec, target):
+            block_key = block_scaled_host.key_of(spec, tiles)
+            yield Made((block_key.first, block_key.second), partial(block_scaled_host.build, block_key, target))
         return
     for config in scaled_configs.candidates(spec, target):
         key = scaled_host.key_of(spec, config)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the work of SM100's grouped GEMMs with that of quack's, counted in the emulator.
+"""Compares the work of SM100's grouped GEMMs with that of quack's, or of their formats, counted in the emulator.
 
 `python -m benchmarks.experts.model` runs both products of two experts with 128 rows each, k = 1024 in bfloat16: one
 tile of 128 x 256 accumulators for each of two CTAs. It prints the work of a CTA. Nothing here is a measurement: the
 cycles come from the emulator's model, which uses public rates.
+
+With `--formats` it prints that of dsl's kernels for weights in bfloat16, MXFP8, MXFP4 and NVFP4.
 """
 
 import argparse
@@ -21,6 +23,8 @@ ARCH = "sm_100a"
 SMS = 2
 EXPERTS, ROWS, COLUMNS, K = 2, 128, 256, 1024
 PROVIDERS = ("dsl", "quack")
+# Of dsl's kernels, by the formats of their weights.
+FORMATS = ("bf16", "mxfp8", "mxfp4", "nvfp4")
 PRODUCTS = ("first", "second")
 BF16 = torch.bfloat16
 # What `amounts` calls the role with most instructions; the warps that gather may be that here.
@@ -59,6 +63,32 @@ def ours(product: str) -> None:
     )
     function = host.build(host.key_of(spec, config), from_arch(ARCH))
     host.run(function, spec, config, operands, (1, SMS, SMS), Workspace(torch.device("cpu")))
+
+
+def in_format(name: str, product: str) -> None:
+    """The same of weights in a format."""
+    if name == "bf16":
+        ours(product)
+        return
+    from dsl_backend.experts.block_scaled_configs import GroupedBlockScaledConfig
+    from dsl_backend.experts.configs import ExpertsConfig
+    from dsl_backend.experts.cute import block_scaled_host as host
+    from dsl_backend.quant.format import scaled_format
+    from dsl_backend.runtime.target import from_arch
+    from dsl_backend.runtime.workspace import Workspace
+    from dsl_backend.testing.experts import ExpertsCase, tensors
+
+    hidden, width = (K, COLUMNS // 2) if product == "first" else (COLUMNS, K)
+    tokens = EXPERTS * ROWS
+    case = ExpertsCase(
+        tokens=tokens, num_experts=EXPERTS, hidden=hidden, width=width, topk=1, dtype=BF16, weight=scaled_format(name)
+    )
+    given = tensors(case, "cpu")
+    given.topk_ids.copy_((torch.arange(tokens, dtype=torch.int32) % EXPERTS)[:, None])
+    tiles = GroupedBlockScaledConfig()
+    config = ExpertsConfig(first=tiles, second=tiles)
+    function = host.build(host.key_of(case.spec, config), from_arch(ARCH))
+    host.run(function, case.spec, config, given, (1, SMS, SMS), Workspace(torch.device("cpu")))
 
 
 def theirs(product: str) -> None:
@@ -106,17 +136,36 @@ def table() -> Iterator[str]:
         yield f"| {what.replace(EPILOGUE, BUSIEST)} | {' | '.join(cells)} |"
 
 
+def formats_table() -> Iterator[str]:
+    """The same of dsl's kernels by format."""
+    found = {
+        (name, product): amounts([product_of(in_child(MODULE, f"{name}-{product}"), product)])
+        for product in PRODUCTS
+        for name in FORMATS
+    }
+    heads = [f"{product} product, {name}" for product in PRODUCTS for name in FORMATS]
+    yield f"| a tile of {ROWS} x {COLUMNS} accumulators, of one CTA | {' | '.join(heads)} |"
+    yield f"| --- |{' ---: |' * len(heads)}"
+    for what in found["bf16", "first"]:
+        cells = [f"{found[name, product].get(what, 0.0):,.0f}" for product in PRODUCTS for name in FORMATS]
+        if set(cells) != {"0"}:
+            yield f"| {what.replace(EPILOGUE, BUSIEST)} | {' | '.join(cells)} |"
+
+
 def main() -> int:
-    names = [f"{provider}-{product}" for provider in PROVIDERS for product in PRODUCTS]
+    names = [f"{provider}-{product}" for provider in (*PROVIDERS, *FORMATS) for product in PRODUCTS]
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--formats", action="store_true", help="compare dsl's kernels for weights of different formats")
     parser.add_argument(CHILD, nargs=1, choices=names, metavar="PROVIDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         provider, product = options.child[0].split("-")
+        if provider in FORMATS:
+            return answer(profiled(lambda: in_format(provider, product), ARCH, SMS))
         run = ours if provider == "dsl" else theirs
         # quack's matrix products read what cp.async wrote, without a proxy fence that the emulator sees.
         return answer(profiled(lambda: run(product), ARCH, SMS, keep_findings=provider == "quack"))
-    for line in table():
+    for line in formats_table() if options.formats else table():
         sys.stdout.write(line + "\n")
     return 0
 

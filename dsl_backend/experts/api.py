@@ -16,15 +16,19 @@ from dsl_backend.checks import facts_of, require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.plan import ExpertsPlan
+from dsl_backend.experts.scales import mma_scales
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import Workspace
 
 __all__ = [
     "BLOCK_SCALED",
     "GROUP_SCALED",
+    "MXFP4",
+    "MXFP8",
+    "NVFP4",
     "ROW_SCALED",
     "SWIGLU_OAI",
     "Activation",
@@ -35,6 +39,7 @@ __all__ = [
     "RouterWeights",
     "Swiglu",
     "Workspace",
+    "mma_scales",
     "plan",
     "run",
 ]
@@ -126,23 +131,18 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
     experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
     weighted = spec.router_weights is not RouterWeights.NONE
     of_x, of_weights = (spec.dtype if kind is None else kind.values for kind in (spec.x, spec.weight))
+    packed = 1 if spec.weight is None else spec.weight.packed
     wanted: tuple[tuple[str, tuple[int, ...] | None, torch.dtype], ...] = (
         ("x", (tokens, hidden), of_x),
-        ("w13", (experts, 2 * width, hidden), of_weights),
-        ("w2", (experts, hidden, width), of_weights),
+        ("w13", (experts, 2 * width, hidden // packed), of_weights),
+        ("w2", (experts, hidden, width // packed), of_weights),
         ("topk_weights", (tokens, spec.topk) if weighted else None, torch.float32),
         ("topk_ids", (tokens, spec.topk), spec.ids_dtype),
         ("w13_bias", (experts, 2 * width) if spec.w13_bias else None, spec.dtype),
         ("w2_bias", (experts, hidden) if spec.w2_bias else None, spec.dtype),
         ("expert_map", None if spec.global_experts is None else (spec.global_experts,), torch.int32),
         ("out", (tokens, hidden), spec.dtype),
-        (
-            "scales.w13",
-            None if spec.weight is None else (experts, *spec.weight.scale_shape(2 * width, hidden)),
-            FLOAT32,
-        ),
-        ("scales.w2", None if spec.weight is None else (experts, *spec.weight.scale_shape(hidden, width)), FLOAT32),
-        ("scales.x", None if spec.x is None else spec.x.scale_shape(tokens, hidden), FLOAT32),
+        *scales_wanted(spec, tokens),
     )
     scales = {f"scales.{name}": scale for name, scale in given.scales._asdict().items()}
     tensors = given._asdict() | scales
@@ -154,12 +154,33 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
     checks.apart("out", given.out)
     for name in ("x", "w13", "w2", "out"):
         tensor = getattr(given, name)
+        alignment = plan.weight_alignment if name in ("w13", "w2") else plan.alignment
         rows = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
+        other = "pad its rows" if alignment > plan.alignment else "copy it, or plan with kernel='triton'"
         require(
-            all(start % plan.alignment == 0 for start in rows),
-            f"{name} has rows that do not start at multiples of {plan.alignment} bytes, which {plan.title} needs: "
-            "copy it, or plan with kernel='triton'",
+            all(start % alignment == 0 for start in rows),
+            f"{name} has rows that do not start at multiples of {alignment} bytes, which {plan.title} needs: {other}",
         )
+
+
+def scales_wanted(spec: ExpertsSpec, tokens: int) -> tuple[tuple[str, tuple[int, ...] | None, torch.dtype], ...]:
+    """(name, shape or None, dtype) of all scales."""
+    experts, hidden, width, kind = spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.weight
+    w13 = w2 = None
+    if kind is not None:
+        # Swizzled scales of gate rows and of up rows are padded on their own.
+        rows, columns = kind.scale_shape(width if kind.swizzled else 2 * width, hidden)[:2] if kind.blocked else (0, 0)
+        w13 = (experts, (2 if kind.swizzled else 1) * rows, columns) if kind.blocked else (experts, 2 * width)
+        w2 = (experts, *kind.scale_shape(hidden, width))
+    of_weights = FLOAT32 if kind is None else kind.scales
+    whole = kind == NVFP4
+    return (
+        ("scales.w13", w13, of_weights),
+        ("scales.w2", w2, of_weights),
+        ("scales.x", None if spec.x is None else spec.x.scale_shape(tokens, hidden), FLOAT32),
+        *((f"scales.{name}_global", (experts,) if whole else None, FLOAT32) for name in ("w13", "w2")),
+        *((f"scales.{name}_global", (1,) if whole else None, FLOAT32) for name in ("x", "hidden")),
+    )
 
 
 def check_tensor(

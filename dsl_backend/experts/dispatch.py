@@ -3,9 +3,10 @@
 
 from functools import partial
 
-from dsl_backend.experts import scaled_configs
+from dsl_backend.experts import block_scaled_configs, scaled_configs
 from dsl_backend.experts.configs import KERNEL_ARCHS, Kind, candidates
 from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.quant.format import MXFP4
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
@@ -14,7 +15,17 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-ALIGNMENT = {"cute": 16, "cute-scaled": 16, "cute-scaled-sm100": 16, **{f"cute-{kind.value}": 16 for kind in Kind}}
+SCALED = ("cute-scaled", "cute-scaled-sm100", "cute-block-scaled")
+ALIGNMENT = {"cute": 16, **dict.fromkeys(SCALED, 16), **{f"cute-{kind.value}": 16 for kind in Kind}}
+# Rows of MXFP4 weights: TMA unpacks 128 elements at a time, those behind a row's last one are part of its padding.
+UNPACKED_BYTES = 64
+
+
+def weight_alignment(name: str, spec: ExpertsSpec) -> int:
+    """Bytes that a kernel's rows of weights start at multiples of."""
+    if name == "cute-block-scaled" and spec.weight == MXFP4:
+        return UNPACKED_BYTES
+    return ALIGNMENT.get(name, 1)
 
 
 def unscaled(spec: ExpertsSpec) -> list[str]:
@@ -46,12 +57,19 @@ def cute_scaled_sm100(spec: ExpertsSpec, target: Target) -> list[str]:
     return target.arch_objections("sm100") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
 
 
+def cute_block_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
+    """What SM100's kernels whose products apply the scales need; they have not run on a GPU."""
+    return target.arch_objections("sm100") or [*toolkit.missing(), *block_scaled_configs.objections(spec, target)]
+
+
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
     return unscaled(spec) + triton_objections(target, spec.dtype)
 
 
 def triton_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
     scaled = ["weights in 16 bits: this one's are in 8 bits"] if spec.weight is None else []
+    if spec.mma_scaled:
+        scaled = [f"weights in {spec.weight}: this one's scales are those of e4m3 blocks or channels"]
     return scaled + triton_objections(target, spec.dtype)
 
 
@@ -74,6 +92,13 @@ TABLE = (
         "experts e4m3 sm100",
         "dsl_backend.experts.cute.scaled_host:bind",
         cute_scaled_sm100,
+        by_name=True,
+    ),
+    Entry(
+        "cute-block-scaled",
+        "experts mxfp8/mxfp4/nvfp4 sm100",
+        "dsl_backend.experts.cute.block_scaled_host:bind",
+        cute_block_scaled,
         by_name=True,
     ),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),

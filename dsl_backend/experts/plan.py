@@ -16,7 +16,7 @@ class ExpertsPlan:
 
     Attributes:
         title: of the kernel, as the dispatch table has it.
-        alignment: bytes that rows of x, weights and out start at multiples of.
+        alignment: bytes that rows of x and out start at multiples of; weight_alignment: those of weights.
         layouts: of operands that were checked.
 
     Args:
@@ -30,6 +30,7 @@ class ExpertsPlan:
         entry = dispatch.choose(spec, target, kernel)
         self.spec, self.target, self.workspace = spec, target, workspace
         self.title, self.alignment = entry.title, dispatch.ALIGNMENT.get(entry.name, 1)
+        self.weight_alignment = dispatch.weight_alignment(entry.name, spec)
         self.layouts: set[object] = set()
         self._launch: Launch = entry.load()(spec, target, workspace)
 

@@ -7,11 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_backend.experts.args import ExpertsOperands
+from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.kernel import Launch
+from dsl_backend.experts.scales import row_scales
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.reference import activate, halves
-from dsl_backend.quant.reference import Quantized, dequantized, quantized, scales_of, stored
+from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.reference import (
+    Quantized,
+    dequantized,
+    mma_dequantized,
+    mma_quantized,
+    quantized,
+    scales_of,
+    stored,
+    unpacked_e2m1,
+)
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -35,8 +46,8 @@ def exact(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype = tor
     out = torch.zeros(operands.x.shape, dtype=dtype, device=operands.x.device)
     for part in parts_of(spec, operands, dtype):
         bias = None if operands.w2_bias is None else operands.w2_bias[part.expert].to(dtype)
-        weight = weight_of(spec, operands.w2, operands.scales.w2, part.expert, dtype)
-        made = torch.nn.functional.linear(requantized(spec, part.hidden), weight, bias)
+        weight = weight_of(spec, operands, "w2", part.expert, dtype)
+        made = torch.nn.functional.linear(requantized(spec, part.hidden, operands.scales), weight, bias)
         out.index_add_(0, part.tokens, made if part.scale is None else made * part.scale)
     return out
 
@@ -66,15 +77,17 @@ def parts_of(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype) -
         if scale is not None and spec.router_weights is RouterWeights.INPUT:
             rows, scale = rows * scale, None
         bias = None if operands.w13_bias is None else operands.w13_bias[expert].to(dtype)
-        made = torch.nn.functional.linear(rows, weight_of(spec, operands.w13, operands.scales.w13, expert, dtype), bias)
+        made = torch.nn.functional.linear(rows, weight_of(spec, operands, "w13", expert, dtype), bias)
         gate, up = halves(made.T, spec.interleaved)
         yield ExpertPart(expert, tokens, activate(gate.T, up.T, spec.activation), scale)
 
 
-def requantized(spec: ExpertsSpec, hidden: torch.Tensor) -> torch.Tensor:
+def requantized(spec: ExpertsSpec, hidden: torch.Tensor, scales_given: ExpertsScales) -> torch.Tensor:
     """The activation's result [rows, I] as the second product takes it."""
     if spec.activations is None:
         return hidden
+    if spec.mma_scaled:
+        return in_blocks(hidden, spec.activations, scales_given.hidden_global).to(hidden.dtype)
     scales = scales_of(hidden, spec.activations)
     return dequantized(Quantized(stored(hidden, scales, spec.activations), scales, spec.activations), hidden.dtype)
 
@@ -83,20 +96,43 @@ def rows_of_x(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype) 
     """X [M, H], dequantised or as its quantisation has it."""
     if spec.activations is None:
         return operands.x.to(dtype)
+    if spec.mma_scaled:
+        return in_blocks(operands.x, spec.activations, operands.scales.x_global).to(dtype)
     if spec.x is None:
         return dequantized(quantized(operands.x, spec.activations), dtype)
     assert operands.scales.x is not None
     return dequantized(Quantized(operands.x, operands.scales.x, spec.x), dtype)
 
 
-def weight_of(
-    spec: ExpertsSpec, weight: torch.Tensor, scale: torch.Tensor | None, expert: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """An expert's weights, dequantised."""
+def in_blocks(x: torch.Tensor, kind: ScaledFormat, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """A matrix as MXFP8 or NVFP4 has it, float64."""
+    whole = 1.0 if global_scale is None else float(global_scale)
+    return mma_dequantized(mma_quantized(x, kind, whole), whole)
+
+
+def weight_of(spec: ExpertsSpec, operands: ExpertsOperands, name: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    """An expert's weights, dequantised; name: w13 or w2."""
+    weight, scale = getattr(operands, name)[expert], getattr(operands.scales, name)
     if spec.weight is None:
-        return weight[expert].to(dtype)
+        return weight.to(dtype)
     assert scale is not None
-    return dequantized(Quantized(weight[expert], scale[expert], spec.weight), dtype)
+    if spec.mma_scaled:
+        global_scale = getattr(operands.scales, f"{name}_global")
+        whole = 1.0 if global_scale is None else float(global_scale[expert])
+        parts = 2 if name == "w13" else 1
+        return (mma_weight(weight, scale[expert], spec.weight, parts, spec.interleaved) * whole).to(dtype)
+    return dequantized(Quantized(weight, scale[expert], spec.weight), dtype)
+
+
+def mma_weight(
+    weight: torch.Tensor, scale: torch.Tensor, kind: ScaledFormat, parts: int, interleaved: bool
+) -> torch.Tensor:
+    """An expert's weights in MXFP8, MXFP4 or NVFP4, float64; arguments as those of `scales.row_scales`."""
+    assert kind.block_columns is not None
+    values = unpacked_e2m1(weight) if kind.packed > 1 else weight.double()
+    rows, columns = values.shape
+    by_block = row_scales(scale, rows, columns // kind.block_columns, parts=parts, interleaved=interleaved)
+    return values * by_block.float().double().repeat_interleave(kind.block_columns, 1)
 
 
 def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:

@@ -118,6 +118,8 @@ def objections(spec: ExpertsSpec, target: Target) -> list[str]:
     """Why no configuration serves a layer."""
     if spec.weight is None:
         return ["weights in 16 bits: this one's are in 8 bits"]
+    if spec.mma_scaled:
+        return [f"weights in {spec.weight}: this one's scales are those of e4m3 blocks or channels"]
     reasons = []
     if spec.router_weights is RouterWeights.INPUT:
         reasons.append("router weights on the input")

@@ -10,14 +10,23 @@ from dsl_backend import checks
 from dsl_backend.checks import short
 from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import DTYPES
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP, GROUP_SCALED, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, GROUP_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 
 MAX_EXPERTS, MAX_TOPK, MAX_TOKENS = 512, 16, 1 << 17
 # Of a model, over all ranks: what an expert map has entries for.
 MAX_GLOBAL_EXPERTS = 1 << 14
 ID_DTYPES = (torch.int32, torch.int64)
-# Of 8-bit weights: the format of what they are multiplied with.
-ACTIVATIONS_OF = {BLOCK_SCALED: GROUP_SCALED, ROW_SCALED: ROW_SCALED}
+# Of weights in 8 and 4 bits: the format of what they are multiplied with.
+ACTIVATIONS_OF = {
+    BLOCK_SCALED: GROUP_SCALED,
+    ROW_SCALED: ROW_SCALED,
+    # Scaled by SM100's matrix products themselves.
+    MXFP8: MXFP8,
+    MXFP4: MXFP8,
+    NVFP4: NVFP4,
+}
+# Columns that sizes of such layers are multiples of: a scale's, and 16 bytes of rows.
+MMA_MULTIPLE = 32
 
 
 class RouterWeights(enum.Enum):
@@ -33,7 +42,7 @@ class ExpertsSpec:
     """out [tokens, hidden]: the sum over a token's experts of weight * (activation(x @ w13^T + b13) @ w2^T + b2).
 
     Products, activation and sum are float32. The activation's result and each expert's result are rounded to `dtype`.
-    With weights in 8 bits, x and the activation's result are quantised, with scales of their largest magnitudes.
+    With weights in 8 or 4 bits, x and the activation's result are quantised, with scales of their largest magnitudes.
 
     Attributes:
         num_experts: E, those whose weights this rank has.
@@ -46,8 +55,9 @@ class ExpertsSpec:
         router_weights: where the router's weights are multiplied in.
         global_experts: entries of the expert map, from the router's expert numbers to this rank's; None without a map.
         ids_dtype: of the router's expert numbers.
-        weight: format of w13 and w2: BLOCK_SCALED, ROW_SCALED (a scale for each output channel), or None in `dtype`.
-        x: format of x as it is given: `activations`, or None in `dtype`.
+        weight: format of w13 and w2: BLOCK_SCALED, ROW_SCALED (a scale for each output channel), MXFP8, MXFP4, NVFP4,
+            or None in `dtype`.
+        x: format of x as it is given: `activations`, or None in `dtype`; None with MXFP8, MXFP4 and NVFP4.
     """
 
     num_experts: int
@@ -93,12 +103,21 @@ class ExpertsSpec:
         checks.require(
             self.weight in weights, f"weight is {self.weight}: one of {', '.join(map(str, weights))} is needed"
         )
-        of_x = "None" if self.activations is None else f"{self.activations} or None"
+        given = None if self.mma_scaled else self.activations
+        of_x = "None" if given is None else f"{given} or None"
         checks.require(
-            self.x in (None, self.activations),
+            self.x in (None, given),
             f"x is {self.x}: {of_x} is needed with weights in {self.weight or short(self.dtype)}",
         )
         if self.weight is None:
+            return
+        if self.mma_scaled:
+            for name in ("hidden_size", "intermediate_size"):
+                size = getattr(self, name)
+                checks.require(
+                    size % MMA_MULTIPLE == 0,
+                    f"{name} {size} is not a multiple of {MMA_MULTIPLE}, as weights in {self.weight} need",
+                )
             return
         for name in ("w13_bias", "w2_bias"):
             checks.require(not getattr(self, name), f"{name}: experts of weights in {self.weight} have no biases")
@@ -110,8 +129,13 @@ class ExpertsSpec:
             checks.require(not self.interleaved, f"interleaved: weights in {self.weight} have all gate rows first")
 
     @property
+    def mma_scaled(self) -> bool:
+        """Whether scales are factors of SM100's matrix products."""
+        return self.weight is not None and self.weight.swizzled
+
+    @property
     def activations(self) -> ScaledFormat | None:
-        """The format of what weights in 8 bits are multiplied with; None with other weights."""
+        """The format of what weights in 8 or 4 bits are multiplied with; None with other weights."""
         return None if self.weight is None else ACTIVATIONS_OF[self.weight]
 
     def __str__(self) -> str:

@@ -165,13 +165,26 @@ def store_matrix_words(transposed: str, address: cutlass.Int32, words: list, *, 
 def cp_async_zfill(
     target: cutlass.Int32, source: cutlass.Int64, source_bytes: cutlass.Int32, *, loc=None, ip=None
 ) -> None:
-    """cp.async of 16 bytes of global memory to an address in shared memory.
+    """cp.async of 16 bytes of global memory to an address in shared memory, past L1.
 
     Args:
         source_bytes: 0 to 16; the rest is zeros.
     """
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[target, source, source_bytes],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def cp_async_word_zfill(
+    target: cutlass.Int32, source: cutlass.Int64, source_bytes: cutlass.Int32, *, loc=None, ip=None
+) -> None:
+    """The same of 4 bytes, by way of L1: neighbours of a row's word are asked for later."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
         read_only_args=[target, source, source_bytes],
         loc=loc,
         ip=ip,

@@ -34,20 +34,24 @@ class NarrowKind:
 
     Attributes:
         name: what stands in the instruction.
-        element: e4m3 or e2m1, as the instruction descriptor encodes it.
+        element: of A, e4m3 or e2m1, as the instruction descriptor encodes it.
         flags: more bits of the instruction descriptor.
         scale_atoms: for 128 bytes of k, of each 128 rows; 0 without scale factors. With one, each instruction takes
             another byte of its cells; with four, each instruction takes an atom.
+        element_b: of B, where it is another one. Of e2m1 beside e4m3, 16 elements are the first 8 of 16 bytes in
+            shared memory.
     """
 
     name: str
     element: int
     flags: int
     scale_atoms: int = 0
+    element_b: int | None = None
 
 
 E4M3 = NarrowKind("kind::f8f6f4", 0, D_FLOAT32)
 MXFP8 = NarrowKind("kind::mxf8f6f4.block_scale.scale_vec::1X", 0, UE8M0, 1)
+MXFP8_MXFP4 = NarrowKind(MXFP8.name, MXFP8.element, MXFP8.flags, MXFP8.scale_atoms, element_b=5)
 NVFP4 = NarrowKind("kind::mxf4nvf4.block_scale.scale_vec::4X", 1, 0, 4)
 
 
@@ -86,11 +90,12 @@ class NarrowMma:
     def descriptor(self, step: int) -> int:
         """The instruction descriptor of a step of k."""
         scale_id = step if self.kind.scale_atoms == 1 else 0
+        element_b = self.kind.element if self.kind.element_b is None else self.kind.element_b
         return (
             self.kind.flags
             | scale_id << B_SCALE_ID
             | self.kind.element << A_FORMAT
-            | self.kind.element << B_FORMAT
+            | element_b << B_FORMAT
             | self.n >> 3 << N_DIM
             | self.m >> 4 << M_DIM
             | scale_id << A_SCALE_ID

@@ -119,11 +119,13 @@ BLOCK_SCALED = ScaledFormat(name="e4m3-128x128", values=E4M3.dtype, block_rows=G
 # The same with scales that are powers of two.
 GROUP_SCALED_E8M0 = replace(GROUP_SCALED, name="e4m3-1x128-e8m0", scales=torch.float8_e8m0fnu)
 BLOCK_SCALED_E8M0 = replace(BLOCK_SCALED, name="e4m3-128x128-e8m0", scales=torch.float8_e8m0fnu)
-# What SM100's matrix products scale themselves: OCP's MXFP8 with a scale for 32 columns, and NVIDIA's NVFP4, two
-# elements of e2m1 in a byte and a scale for 16 columns, to which belongs one float32 scale of the whole matrix.
+# What SM100's matrix products scale themselves: OCP's MXFP8 with a scale for 32 columns, MXFP4 with such a scale and
+# two elements of e2m1 in a byte, and NVIDIA's NVFP4, e2m1 with a scale for 16 columns, to which belongs one float32
+# scale of the whole matrix.
 MXFP8 = ScaledFormat(
     name="mxfp8", values=E4M3.dtype, scales=torch.float8_e8m0fnu, block_rows=1, block_columns=32, swizzled=True
 )
+MXFP4 = replace(MXFP8, name="mxfp4", values=torch.uint8, packed=2)
 NVFP4 = ScaledFormat(
     name="nvfp4", values=torch.uint8, scales=E4M3.dtype, block_rows=1, block_columns=16, packed=2, swizzled=True
 )
@@ -137,6 +139,7 @@ SCALED_FORMATS = {
         GROUP_SCALED_E8M0,
         BLOCK_SCALED_E8M0,
         MXFP8,
+        MXFP4,
         NVFP4,
     )
 }

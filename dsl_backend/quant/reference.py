@@ -135,21 +135,38 @@ def unpacked_e2m1(values: torch.Tensor, dtype: torch.dtype = torch.float64) -> t
 
 
 def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0) -> Quantized:
-    """A matrix of any dtype in MXFP8 or NVFP4; NVFP4's values times block scales times the global scale are x."""
+    """A matrix of any dtype in MXFP8, MXFP4 or NVFP4; values times block scales times the global scale are x.
+
+    Arithmetic is that of kernels: a value is multiplied with the inverse of both scales, in float32.
+    """
+    scale = mma_scales_of(x, kind, global_scale)
+    return Quantized(mma_stored(x, scale, kind, global_scale), swizzled(scale), kind)
+
+
+def mma_scales_of(x: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+    """The scales [rows, blocks] of `mma_quantized`."""
     assert kind.block_columns is not None
-    wide = x.float() / global_scale
-    rows, columns = wide.shape
-    padded = torch.nn.functional.pad(wide, (0, -columns % kind.block_columns))
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x.float(), (0, -columns % kind.block_columns))
     largest = padded.view(rows, padded.shape[1] // kind.block_columns, kind.block_columns).abs().amax(2)
+    whole = torch.as_tensor(global_scale, dtype=torch.float32)
     if kind == NVFP4:
-        scale = (largest / E2M1_MAX).clamp(max=448.0).to(kind.scales)
-    else:
-        exponent = (largest.clamp(min=LEAST_OF_GROUP) / kind.largest).log2().ceil().clamp(min=-127)
-        scale = torch.exp2(exponent).to(kind.scales)
-    wide = wide / scale.float().repeat_interleave(kind.block_columns, 1)[:, :columns]
-    if kind == NVFP4:
-        return Quantized(packed_e2m1(wide.nan_to_num()), swizzled(scale), kind)
-    return Quantized(wide.clamp(-kind.largest, kind.largest).to(kind.values), swizzled(scale), kind)
+        return (largest / (E2M1_MAX * whole)).clamp(max=448.0).to(kind.scales)
+    exponent = (largest.clamp(min=LEAST_OF_GROUP) / (kind.largest * whole)).log2().ceil().clamp(min=-127)
+    return torch.exp2(exponent).to(kind.scales)
+
+
+def mma_stored(
+    x: torch.Tensor, scale: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0
+) -> torch.Tensor:
+    """The elements of `mma_quantized` by these scales."""
+    assert kind.block_columns is not None
+    both = scale.float() * torch.as_tensor(global_scale, dtype=torch.float32)
+    inverse = torch.where(both == 0, 0.0, 1.0 / both).repeat_interleave(kind.block_columns, 1)
+    wide = x.float() * inverse[:, : x.shape[1]]
+    if kind.packed > 1:
+        return packed_e2m1(wide.nan_to_num())
+    return wide.clamp(-kind.largest, kind.largest).to(kind.values)
 
 
 def in_mxfp8(matrix: Quantized) -> Quantized:
@@ -169,7 +186,7 @@ def mma_dequantized(matrix: Quantized, global_scale: float = 1.0) -> torch.Tenso
     """The inverse, float64."""
     values, scale, kind = matrix
     assert kind.block_columns is not None
-    wide = unpacked_e2m1(values) if kind == NVFP4 else values.double()
+    wide = unpacked_e2m1(values) if kind.packed > 1 else values.double()
     rows, columns = wide.shape
     found = unswizzled(scale, rows, -(-columns // kind.block_columns))
     factors = found.to(torch.float32).double().repeat_interleave(kind.block_columns, 1)[:, :columns]

@@ -10,10 +10,21 @@ import torch
 
 from dsl_backend.experts import api, reference
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
+from dsl_backend.experts.scales import mma_scales
 from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP, ROW_SCALED, ScaledFormat
-from dsl_backend.quant.reference import Quantized, dequantized, quantized, scales_of, stored
+from dsl_backend.quant.format import BLOCK_SCALED, E2M1_MAX, GROUP, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.reference import (
+    Quantized,
+    dequantized,
+    mma_dequantized,
+    mma_scales_of,
+    mma_stored,
+    quantized,
+    scales_of,
+    stored,
+    swizzled,
+)
 from dsl_backend.testing.numerics import assert_errors_fit, assert_same_non_finite, error_budget, per_row
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -128,7 +139,17 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
         expert_map = expert_map.to(device)
     weighted = case.router_weights is not RouterWeights.NONE
     weights = (normal(experts, 2 * width, hidden, gain=hidden**-0.5), normal(experts, hidden, width, gain=width**-0.5))
-    (w13, w13_scale), (w2, w2_scale) = (stored_weights(one, case.weight, device) for one in weights)
+    wholes: dict[str, torch.Tensor] = {}
+    if case.spec.mma_scaled:
+        (w13, w13_scale, w13_global), (w2, w2_scale, w2_global) = (
+            mma_weights(case, one, parts, device) for one, parts in zip(weights, (2, 1), strict=True)
+        )
+        if case.weight == NVFP4:
+            of_x = torch.tensor([0.75 / E2M1_MAX]) * case.gain
+            wholes = {"w13_global": w13_global, "w2_global": w2_global, "x_global": of_x, "hidden_global": of_x / 4}
+            wholes = {name: one.to(device) for name, one in wholes.items()}
+    else:
+        (w13, w13_scale), (w2, w2_scale) = (stored_weights(one, case.weight, device) for one in weights)
     x_scale = None
     if case.spec.x is not None:
         x, x_scale, _ = quantized(x, case.spec.x)
@@ -143,7 +164,7 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
         w2_bias=normal(experts, hidden).to(device) if case.biases else None,
         expert_map=expert_map,
         out=strided(torch.full((case.tokens, hidden), SENTINEL, dtype=case.dtype), case.pad_out, device),
-        scales=ExpertsScales(w13_scale, w2_scale, x_scale),
+        scales=ExpertsScales(w13_scale, w2_scale, x_scale, **wholes),
     )
 
 
@@ -155,6 +176,27 @@ def stored_weights(
         return weights.to(device), None
     values, scales, _ = zip(*(quantized(one, kind) for one in weights), strict=True)
     return torch.stack(values).to(device), torch.stack(scales).contiguous().to(device)
+
+
+def mma_weights(
+    case: ExpertsCase, weights: torch.Tensor, parts: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Experts' weights [E, rows, columns] in MXFP8, MXFP4 or NVFP4: values, scales, scales of whole matrices [E].
+
+    Packed rows have zeros behind them up to multiples of 64 bytes, as TMA wants to unpack MXFP4.
+    """
+    kind = case.weight
+    assert kind is not None
+    wholes = torch.linspace(0.5, 0.75, len(weights)) / E2M1_MAX / 16 if kind == NVFP4 else torch.ones(len(weights))
+    scales = [mma_scales_of(one, kind, whole) for one, whole in zip(weights, wholes, strict=True)]
+    given = zip(weights, scales, wholes, strict=True)
+    values = torch.stack([mma_stored(one, scale, kind, whole) for one, scale, whole in given])
+    row_bytes = values.shape[2]
+    if kind.packed > 1:
+        values = torch.nn.functional.pad(values, (0, -row_bytes % 64))
+    stacked = torch.stack([scale.view(torch.uint8) for scale in scales]).view(kind.scales)
+    found = mma_scales(stacked, parts=parts, interleaved=parts == 2 and case.interleaved)
+    return values.to(device)[:, :, :row_bytes], found.to(device), wholes
 
 
 # Errors of the activation's result before it is quantised: a rounding to 16 bits, and what 14 bits of a sum leave of
@@ -173,15 +215,42 @@ def of_neighbours(spec: ExpertsSpec, given: ExpertsOperands) -> torch.Tensor:
     for part in reference.parts_of(spec, given, torch.float64):
         hidden = part.hidden.nan_to_num(0.0, 0.0, 0.0)
         wrong = OF_ONE * hidden.abs() + OF_LARGEST * hidden.abs().amax(1, keepdim=True)
-        scales = scales_of(hidden, spec.activations)
-        low, high = (
-            dequantized(Quantized(stored(one, scales, spec.activations), scales, spec.activations))
-            for one in (hidden - wrong, hidden + wrong)
-        )
-        weight = reference.weight_of(spec, given.w2, given.scales.w2, part.expert, torch.float64)
+        low, high = (mma_bounds if spec.mma_scaled else bounds)(spec, given, hidden, wrong)
+        weight = reference.weight_of(spec, given, "w2", part.expert, torch.float64)
         made = (high - low) @ weight.abs().T
         off.index_add_(0, part.tokens, made if part.scale is None else made * part.scale.abs())
     return off
+
+
+def bounds(
+    spec: ExpertsSpec, given: ExpertsOperands, hidden: torch.Tensor, wrong: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest that the quantised activation's result may be, where it is so far off before."""
+    assert spec.activations is not None
+    scales = scales_of(hidden, spec.activations)
+    low, high = (
+        dequantized(Quantized(stored(one, scales, spec.activations), scales, spec.activations))
+        for one in (hidden - wrong, hidden + wrong)
+    )
+    return low, high
+
+
+def mma_bounds(
+    spec: ExpertsSpec, given: ExpertsOperands, hidden: torch.Tensor, wrong: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of MXFP8 and NVFP4, whose scales are rounded too."""
+    kind = spec.activations
+    assert kind is not None
+    whole = 1.0 if given.scales.hidden_global is None else float(given.scales.hidden_global)
+    scales = [mma_scales_of((hidden.abs() + one).clamp(min=0), kind, whole) for one in (-wrong, wrong)]
+    found = torch.stack(
+        [
+            mma_dequantized(Quantized(mma_stored(one, scale, kind, whole), swizzled(scale), kind), whole)
+            for one in (hidden - wrong, hidden + wrong)
+            for scale in scales
+        ]
+    ).nan_to_num(0.0, 0.0, 0.0)
+    return found.amin(0), found.amax(0)
 
 
 def judge(case: ExpertsCase, given: ExpertsOperands) -> None:
@@ -283,6 +352,40 @@ SCALED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
 )
 
 
+MX = ExpertsCase(tokens=20, num_experts=4, hidden=160, width=160, topk=2, weight=MXFP8)
+# Scales that SM100's matrix products apply.
+BLOCK_SCALED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        "mxfp8": MX,
+        # Several tiles of columns, the last one of which ends within a 128; several tiles of k.
+        "mxfp8-wide": replace(MX, tokens=9, num_experts=5, hidden=544, width=416, topk=3, routing="half"),
+        "mxfp8-tall": replace(MX, tokens=150, num_experts=3, routing="zipf", pad_x=16, pad_out=24),
+        "mxfp8-one": replace(MX, tokens=1, hidden=32, width=32, ids_dtype=torch.int64, dtype=F16),
+        "mxfp8-padding": replace(MX, padding=0.4, mapped=True, activation=Swiglu(limit=1.0), gain=3),
+        "mxfp8-all-padding": replace(MX, padding=1.0),
+        "mxfp8-special": replace(MX, special=True),
+        "mxfp8-no-weights": replace(MX, router_weights=RouterWeights.NONE, activation=Geglu()),
+        "mxfp4": replace(MX, weight=MXFP4, hidden=288, width=96),
+        "mxfp4-gpt-oss": replace(
+            MX,
+            tokens=140,
+            num_experts=2,
+            weight=MXFP4,
+            hidden=192,
+            width=320,
+            activation=SWIGLU_OAI,
+            interleaved=True,
+            biases=True,
+            gain=4,
+        ),
+        "nvfp4": replace(MX, weight=NVFP4),
+        "nvfp4-wide": replace(
+            MX, weight=NVFP4, tokens=140, num_experts=3, hidden=544, width=352, biases=True, padding=0.1
+        ),
+    }
+)
+
+
 def qwen3_30b(tokens: int, routing: str = "uniform") -> ExpertsCase:
     return ExpertsCase(tokens=tokens, num_experts=128, hidden=2048, width=768, topk=8, routing=routing)
 
@@ -360,4 +463,18 @@ def random_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
         pad_x=-(-case.pad_x // 16) * 16,
         weight=weight,
         x_given=draw.random() < 0.5,
+    )
+
+
+def random_block_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
+    """A random layer of experts in MXFP8, MXFP4 or NVFP4; sizes are multiples of 32."""
+    case = random_case(draw, most)
+    weight = draw.choice((MXFP8, MXFP4, NVFP4))
+    return replace(
+        case,
+        hidden=-(-case.hidden // 32) * 32,
+        width=-(-case.width // 32) * 32,
+        weight=weight,
+        # NVFP4 has no infinity, and its elements no NaN.
+        special=case.special and weight != NVFP4,
     )

@@ -18,7 +18,7 @@ from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, SideBySideCo
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.gemm.sm100.configs import GemmConfig, PromotedConfig
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import shape_of
@@ -87,7 +87,10 @@ def test_the_judge_finds_a_scale_of_another_block() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": MXFP8}, "weight is mxfp8: one of None, e4m3-128x128, e4m3-row is needed"),
+        (
+            {"weight": TENSOR_SCALED},
+            "is e4m3-tensor: one of None, e4m3-128x128, e4m3-row, mxfp8, mxfp4, nvfp4 is needed",
+        ),
         ({"x": ROW_SCALED}, "x is e4m3-row: e4m3-1x128 or None is needed with weights in e4m3-128x128"),
         ({"weight": None, "x": GROUP_SCALED}, "x is e4m3-1x128: None is needed with weights in bfloat16"),
         ({"intermediate_size": 200}, "intermediate_size 200 is not a multiple of 128"),

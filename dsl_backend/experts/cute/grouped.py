@@ -61,12 +61,13 @@ class GroupedParams:
 
 @dataclass(frozen=True)
 class WorkTile:
-    """Up to tile_m rows of an expert, and a tile of columns."""
+    """Up to tile_m rows of an expert, and a tile of columns; m_tile is its place in the list of work tiles."""
 
     expert: cutlass.Int32
     first_row: cutlass.Int32
     rows: cutlass.Int32
     n_tile: cutlass.Int32
+    m_tile: cutlass.Int32
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,7 @@ class GroupedProduct(GemmBase):
         bias, ctas = (operands.w13_bias, args.first_ctas) if first else (operands.w2_bias, args.second_ctas)
         x, weight, out = self.matrices(args)
         load = cpasync.CopyBulkTensorTileG2SOp()
-        weights = expert_parts_view(weight, self.parts, self.interleaved)
-        tma_atom_w, mW = cpasync.make_tiled_tma_atom(
-            load, weights, self.box_layout(self.box_n), (self.box_n, self.block_k)
-        )
+        tma_atom_w, mW = self.weights_copy(load, weight)
         tma_atom_x, tma_atom_x_tail, mX = None, None, x
         if cutlass.const_expr(not first):
             tma_atom_x_tail, _ = self.x_copy(load, x, TAIL_ROWS)
@@ -152,6 +150,11 @@ class GroupedProduct(GemmBase):
         """(x, weight, out) of the product."""
         operands, hidden = args.operands, args.scratch.hidden
         return (operands.x, operands.w13, hidden) if self.gathers else (hidden, operands.w2, args.scratch.made)
+
+    def weights_copy(self, load, weight: cute.Tensor):
+        """(atom, coordinates) of TMA copies of a box of weights."""
+        weights = expert_parts_view(weight, self.parts, self.interleaved)
+        return cpasync.make_tiled_tma_atom(load, weights, self.box_layout(self.box_n), (self.box_n, self.block_k))
 
     def x_copy(self, load, x: cute.Tensor, rows: int):
         """(atom, coordinates) of TMA copies of so many rows of a stage."""
@@ -182,7 +185,7 @@ class GroupedProduct(GemmBase):
     def tiles_of_cta(self, params: GroupedParams) -> Schedule:
         """Static persistent scheduler over tiles whose number the device knows."""
         m_tiles = params.mTileCount[0]
-        n_tiles = cute.ceil_div(params.mOut.shape[1], self.columns)
+        n_tiles = cute.ceil_div(self.width(params), self.columns)
         first, stride = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         count = cute.ceil_div(cutlass.max(m_tiles * n_tiles - first, 0), stride)
         return Schedule(m_tiles, n_tiles, first, stride, count)
@@ -193,7 +196,7 @@ class GroupedProduct(GemmBase):
         rRecord = cute.make_rmem_tensor(RECORD, cutlass.Int32)
         load_vector(params.mTiles.iterator, cutlass.Int64(m_tile) * RECORD, rRecord)
         expert, first_row, rows = (cute.arch.make_warp_uniform(rRecord[i]) for i in range(3))
-        return WorkTile(expert, first_row, rows, n_tile)
+        return WorkTile(expert, first_row, rows, n_tile, m_tile)
 
     def partition_weights(self, params: GroupedParams, sW: cute.Tensor):
         """(tWsW, tWgW) of TMA copies: [copy, box, stage] and [copy, n, k, part, expert]."""
@@ -203,12 +206,24 @@ class GroupedProduct(GemmBase):
             params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
-    def load_weights(self, params: GroupedParams, tWgW: cute.Tensor, tWsW: cute.Tensor, work, k_tile, stage, mbar):
-        """Both boxes of a tile's weights, or of each of the tiles side by side."""
+    def load_weights(
+        self, params: GroupedParams, tWgW: cute.Tensor, tWsW: cute.Tensor, work, k_tile, stage, mbar, sScales=None
+    ):
+        """Both boxes of a tile's weights, or of each of the tiles side by side; with them their scale factors."""
         of_expert = tWgW[None, None, None, None, work.expert]
         for i in range(2 * self.side):
             box = self.box(of_expert, self.side * work.n_tile + i // 2, k_tile, i % 2)
             cute.copy(params.tma_atom_w, box, tWsW[None, i, stage], tma_bar_ptr=mbar)
+
+    def factor_source(self, params: GroupedParams, work: WorkTile, thread):
+        """Where scale factors of the x row of a gathering thread begin; 0 where matrix products have none."""
+        return cutlass.Int64(0)
+
+    def gather_factors(self, params: GroupedParams, sScales, source, k_tile, stage, thread):
+        """Copy a stage's scale factors of a gathering thread's row of x: here there are none."""
+
+    def load_row_factors(self, params: GroupedParams, sScales, work: WorkTile, k_tile, stage, mbar):
+        """Copy a stage's scale factors of rows that lie in order: here there are none."""
 
     @cute.jit
     def gather(
@@ -219,6 +234,7 @@ class GroupedProduct(GemmBase):
         pipeline: Pipeline,
         thread: cutlass.Int32,
         loads_weights: cutlass.Boolean,
+        sScales: cute.Tensor = None,
     ):
         """Four load warps: each thread copies the same 16 bytes of every 16th row; one warp loads the weights too."""
         schedule = self.tiles_of_cta(params)
@@ -240,13 +256,15 @@ class GroupedProduct(GemmBase):
                 token = params.mPairs[work.first_row + place] // self.pairs_per_row
                 element = cutlass.Int64(token) * params.mX.stride[0] + vector * elements
                 sources[i] = params.mX.iterator.toint() + element * itemsize
+            factors = self.factor_source(params, work, thread)
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
                 pipeline.producer_acquire(position)
                 if loads_weights:
                     pipeline.producer_expect(position, self.weight_bytes)
-                    self.load_weights(params, tWgW, tWsW, work, k_tile, stage, pipeline.full(position))
+                    self.load_weights(params, tWgW, tWsW, work, k_tile, stage, pipeline.full(position), sScales)
+                self.gather_factors(params, sScales, factors, k_tile, stage, thread)
                 inside = k_tile * self.block_k + vector * elements < params.mX.shape[1]
                 count = cutlass.Int32(VECTOR_BYTES) if inside else cutlass.Int32(0)
                 to = target + stage * (self.tile_m * BLOCK_BYTES)
@@ -270,7 +288,14 @@ class GroupedProduct(GemmBase):
             dependent_launch.wait()
 
     @cute.jit
-    def prefetch_weights(self, params: GroupedParams, sW: cute.Tensor, pipeline: Pipeline, schedule: Schedule):
+    def prefetch_weights(
+        self,
+        params: GroupedParams,
+        sW: cute.Tensor,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        sScales: cute.Tensor = None,
+    ):
         """Request the weights of the first tile, as far as stages go, and wait for the rows; the number of k tiles."""
         early = cutlass.Int32(0)
         if schedule.count > 0:
@@ -280,7 +305,7 @@ class GroupedProduct(GemmBase):
             early = cutlass.min(cute.ceil_div(params.mX.shape[1], self.block_k), self.stages)
             for k_tile in cutlass.range(early, unroll=1):
                 pipeline.producer_expect(k_tile, tx_bytes)
-                self.load_weights(params, tWgW, tWsW, work, k_tile, k_tile, pipeline.full(k_tile))
+                self.load_weights(params, tWgW, tWsW, work, k_tile, k_tile, pipeline.full(k_tile), sScales)
         dependent_launch.wait()
         return early
 
@@ -289,7 +314,14 @@ class GroupedProduct(GemmBase):
         return self.weight_bytes + cute.ceil_div(work.rows, TAIL_ROWS) * (TAIL_ROWS * self.x_row_bytes)
 
     @cute.jit
-    def load(self, params: GroupedParams, sX: cute.Tensor, sW: cute.Tensor, pipeline: Pipeline):
+    def load(
+        self,
+        params: GroupedParams,
+        sX: cute.Tensor,
+        sW: cute.Tensor,
+        pipeline: Pipeline,
+        sScales: cute.Tensor = None,
+    ):
         """The load warp: rows that lie in order, and weights."""
         schedule, one = self.tiles_of_cta(params), cute.make_layout(1)
         k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
@@ -297,7 +329,7 @@ class GroupedProduct(GemmBase):
         sX_tail = cute.local_tile(sX, (TAIL_ROWS, self.block_k), (None, 0, None))
         early = cutlass.Int32(0)
         if cutlass.const_expr(self.prefetches):
-            early = self.prefetch_weights(params, sW, pipeline, schedule)
+            early = self.prefetch_weights(params, sW, pipeline, schedule, sScales)
         for tile in cutlass.range(schedule.count, unroll=1):
             work = self.work_tile(params, schedule, tile)
             mX = cute.domain_offset((work.first_row, 0), params.mX)
@@ -318,7 +350,8 @@ class GroupedProduct(GemmBase):
                 if position >= early:
                     pipeline.producer_acquire(position)
                     pipeline.producer_expect(position, tx_bytes)
-                    self.load_weights(params, tWgW, tWsW, work, k_tile, stage, mbar_full)
+                    self.load_weights(params, tWgW, tWsW, work, k_tile, stage, mbar_full, sScales)
+                self.load_row_factors(params, sScales, work, k_tile, stage, mbar_full)
                 if boxes == self.tile_m // TAIL_ROWS:
                     cute.copy(params.tma_atom_x, tXgX[None, 0, k_tile], tXsX[None, stage], tma_bar_ptr=mbar_full)
                 else:

@@ -52,6 +52,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         smem = cutlass.utils.SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sScales = self.scale_stages(smem)
         pipeline = self.load_edge.allocate(smem)
         acc_pipeline = self.acc_edge.allocate(smem)
         tmem_address = smem.allocate_array(cutlass.Int32, 1)
@@ -82,15 +83,15 @@ class GroupedGemm(GroupedProduct, Gemm):
             if role >= 0:
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
         if role == MMA_WARP:
-            self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr)
+            self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, sScales)
         if role >= LOAD_WARP:
             if cutlass.const_expr(self.gathers):
                 thread = cute.arch.thread_idx()[0] - WARPGROUP - LOAD_WARP * WARP
                 # Where registers are traded, idle warps fill a warpgroup.
                 if role < LOAD_WARP + WARPGROUP // WARP:
-                    self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP)
+                    self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP, sScales)
             else:
-                self.load(params, sX, sW, pipeline)
+                self.load(params, sX, sW, pipeline, sScales)
         cute.arch.sync_threads()
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
@@ -105,11 +106,12 @@ class GroupedGemm(GroupedProduct, Gemm):
         pipeline: Pipeline,
         acc_pipeline: Pipeline,
         tmem_ptr: cute.Pointer,
+        sScales: cute.Tensor,
     ):
         """The MMA warp."""
         tiles = self.tiles_of_cta(params).count
         k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
-        self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles)
+        self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles, sScales)
 
     @cute.jit
     def epilogue(self, params: GroupedParams, acc_pipeline: Pipeline, tmem_ptr: cute.Pointer, warp: cutlass.Int32):
@@ -120,18 +122,23 @@ class GroupedGemm(GroupedProduct, Gemm):
             work = self.work_tile(params, schedule, tile)
             # A row of the output, or any where there is none: nothing is stored there.
             row = work.first_row + cutlass.min(place, work.rows - 1)
-            factor = self.row_factor(params, row)
+            factor = self.row_factor(params, row, work)
             if cutlass.const_expr(not self.gathers):
                 row = params.mPairs[row]
             acc_pipeline.consumer_wait(tile)
             tmem.after_sync()
-            tmem_column = acc_pipeline.stage(tile) * (2 * self.box_n)
-            for start in cutlass.range(0, self.columns, self.register_columns, unroll=1):
-                self.store_columns(params, tmem_ptr, tmem_column + start, work, row, start, factor, place < work.rows)
-            tmem.before_sync()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(acc_pipeline.empty(tile))
+            tmem_column = self.acc_column(acc_pipeline, tile)
+            steps = cutlass.const_expr(self.columns // self.register_columns)
+            # Of accumulators that overlap the next tile's, what is read before these are free.
+            early = cutlass.const_expr(self.epilogue_n // self.register_columns)
+            for i in cutlass.range(steps, unroll=1):
+                start = self.epi_tile(tile, i, steps) * self.register_columns
+                self.store_columns(params, tmem_ptr, tmem_column + start, work, row, start, factor, place)
+                if cutlass.const_expr(self.releases_early):
+                    if i == early - 1:
+                        self.release(acc_pipeline, tile)
+            if cutlass.const_expr(not self.releases_early):
+                self.release(acc_pipeline, tile)
 
     @cute.jit
     def store_columns(
@@ -143,29 +150,36 @@ class GroupedGemm(GroupedProduct, Gemm):
         row: cutlass.Int32,
         start: cutlass.Int32,
         factor: cutlass.Float32,
-        exists: cutlass.Boolean,
+        place: cutlass.Int32,
     ):
-        """Neighbouring columns of a row, from `start` of the tile on, through factor, bias and activation to memory."""
+        """Neighbouring columns of a row, from `start` of the tile on, through factor, bias and activation to memory.
+
+        The thread has the tile's row `place`, of which there may be none.
+        """
         thread = cute.arch.thread_idx()[0]
         acc = [cute.make_rmem_tensor(self.register_columns, cutlass.Float32) for _ in range(self.parts)]
         for part in cutlass.range_constexpr(self.parts):
             tmem.load(tmem_ptr, tmem_column + part * self.box_n, acc[part], thread)
         cute.arch.fence_view_async_tmem_load()
-        self.store_values(params, acc, work, row, start, factor, exists)
+        self.store_values(params, acc, work, row, start, factor, place)
 
-    def store_values(self, params: GroupedParams, acc: list, work: WorkTile, row, start, factor, exists):
+    def store_values(self, params: GroupedParams, acc: list, work: WorkTile, row, start, factor, place):
         """The same of accumulators in registers, a tensor for each part."""
         for i in range(self.register_columns // VECTOR):
             column = work.n_tile * self.columns + start + i * VECTOR
-            values = [[of_part[i * VECTOR + j] for j in range(VECTOR)] for of_part in acc]
-            values = self.factored(params, values, work, factor, column)
-            if self.has_bias:
-                values = self.with_expert_bias(params, values, work.expert, column)
-            found = self.activate(*values) if self.gated else values[0]
+            found = self.finished(params, acc, work, factor, column, i * VECTOR)
             rOut = cute.make_rmem_tensor(VECTOR, self.out_dtype)
             for j in range(VECTOR):
                 rOut[j] = found[j].to(self.out_dtype)
-            self.store_row_vector(params, rOut, row, column, exists)
+            self.store_row_vector(params, rOut, row, column, place < work.rows)
+
+    def finished(self, params: GroupedParams, acc: list, work: WorkTile, factor, column, first: int) -> list:
+        """8 columns of the output; `first` is their place in the accumulators."""
+        values = [[of_part[first + j] for j in range(VECTOR)] for of_part in acc]
+        values = self.factored(params, values, work, factor, column)
+        if self.has_bias:
+            values = self.with_expert_bias(params, values, work.expert, column)
+        return self.activate(*values) if self.gated else values[0]
 
     @cute.jit
     def store_row_vector(
@@ -181,7 +195,7 @@ class GroupedGemm(GroupedProduct, Gemm):
             if column < params.mOut.shape[1]:
                 store_vector(rOut, params.mOut.iterator, cutlass.Int64(row) * params.mOut.stride[0] + column)
 
-    def row_factor(self, params: GroupedParams, row):
+    def row_factor(self, params: GroupedParams, row, work: WorkTile):
         """What `factored` multiplies a row's accumulators with; `row` is that of the expert's rows in order."""
         return params.mScale[params.mPairs[row]] if self.scaled else cutlass.Float32(1.0)
 
@@ -191,7 +205,7 @@ class GroupedGemm(GroupedProduct, Gemm):
 
     def with_expert_bias(self, params: GroupedParams, values: list, expert, column) -> list:
         """8 neighbouring columns of each part plus the bias of an expert; any values past the last column."""
-        mBias, n = params.mBias[expert, None], params.mOut.shape[1]
+        mBias, n = params.mBias[expert, None], self.width(params)
         return [
             [value + bias_of(mBias, column + j, part, n, self.interleaved) for j, value in enumerate(of_part)]
             for part, of_part in enumerate(values)

@@ -42,7 +42,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         """The row of x, and of its scales, of one of the expert's rows in order."""
         return params.mPairs[row] // self.pairs_per_row if self.gathers else row
 
-    def row_factor(self, params, row):
+    def row_factor(self, params, row, work):
         return params.mXScale[self.x_row(params, row)]
 
     def factored(self, params, values: list, work: WorkTile, factor, column) -> list:
@@ -92,7 +92,7 @@ class PromotedGroupedGemm(ScaledGroupedGemm, PromotedGemm):
                 row = params.mPairs[row]
             for start in cutlass.range_constexpr(0, self.columns, chunk):
                 of_parts = [sums[(start + part * self.box_n) // chunk] for part in range(self.parts)]
-                self.store_values(params, of_parts, work, row, start, None, place < work.rows)
+                self.store_values(params, of_parts, work, row, start, None, place)
 
 
 def product(key: ProductKey, scaled: ScaledKey[Any], beside: bool) -> ScaledGroupedGemm:
