@@ -136,9 +136,9 @@ def cute_mla(spec: AttentionSpec) -> list[str]:
 WIDE_DIMS = (384, 512)
 
 
-def cute_dense(spec: AttentionSpec) -> list[str]:
+def cute_dense(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
     """What the CuTe DSL kernels of dense attention need, on any SM."""
-    reasons = [*toolkit.missing(), *storage(spec)]
+    reasons = [*toolkit.missing(), *storage(spec, nvfp4)]
     unit = 16 if spec.is_fp8_kv else 8
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
         if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
@@ -146,6 +146,15 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
             reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256, {wide}")
     if spec.mla:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
+    return reasons
+
+
+def cute_dense_sm100(spec: AttentionSpec) -> list[str]:
+    """What SM100's need, which dequantize NVFP4 too."""
+    reasons = cute_dense(spec, nvfp4=True)
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if spec.kv.nvfp4 and (dim % 32 or not 32 <= dim <= 256):
+            reasons.append(f"{name} {dim} of an NVFP4 cache is not a multiple of 32 up to 256")
     return reasons
 
 
@@ -231,7 +240,14 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # Kernels in CuTe DSL, one for each SM, come first; with fp8 keys too (H200: 1.4 to 3.75 times as fast as Triton).
     Operation.PREFILL: (
         cute("sm90", "dense-prefill", "dense_host:Prefill", cute_dense, sm90.default_config, variants.SM90_PREFILL),
-        cute("sm100", "dense-prefill", "dense_host:Prefill", cute_dense, sm100.default_config, variants.SM100_PREFILL),
+        cute(
+            "sm100",
+            "dense-prefill",
+            "dense_host:Prefill",
+            cute_dense_sm100,
+            sm100.default_config,
+            variants.SM100_PREFILL,
+        ),
         cute(
             "sm90",
             "dense-prefill e4m3",
@@ -256,7 +272,12 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     Operation.DECODE: (
         cute("sm90", "dense-decode", "dense_host:SplitKV", cute_dense, sm90.default_split_config, variants.SM90_DECODE),
         cute(
-            "sm100", "dense-decode", "dense_host:SplitKV", cute_dense, sm100.default_split_config, variants.SM100_DECODE
+            "sm100",
+            "dense-decode",
+            "dense_host:SplitKV",
+            cute_dense_sm100,
+            sm100.default_split_config,
+            variants.SM100_DECODE,
         ),
         cute(
             "sm90",

@@ -293,7 +293,7 @@ def empty_nvfp4_cache(
     """The same for NVFP4: a page of keys, then a page of values, each dense."""
     pages, tokens = lead
     heads, apart = spec.heads_kv, layout is Layout.SEPARATE
-    heads_first = layout in (Layout.HEADS_FIRST, Layout.SEPARATE)
+    heads_first = layout is not Layout.SIDE_BY_SIDE
     widths = [spec.kv.width(dim) for dim in (spec.head_dim, spec.head_dim_v)]
     sizes = [tokens * heads * width for width in widths]
     room = 32 if layout is Layout.PADDED else 0

@@ -23,12 +23,12 @@ NVFP4 = [
         why="scales of each key head and of each block go into every score change",
     ),
     Case(
-        "nvfp4-96-64",
+        "nvfp4-192-128",
         (1, 20),
         (150, 90),
         heads=(3, 1),
-        dim=96,
-        dim_v=64,
+        dim=192,
+        dim_v=128,
         page=48,
         nvfp4=True,
         window=(40, None),
@@ -36,6 +36,7 @@ NVFP4 = [
         around=Surroundings(layout=Layout.SEPARATE, stale=True),
         why="keys and values of two sizes; NaN scales below the window",
     ),
+    Case("nvfp4-96", (1, 20), (200, 90), dim=96, page=32, nvfp4=True, around=HEADS_FIRST, why="copies of 16 bytes"),
     Case(
         "nvfp4-256",
         (2, 40),
