@@ -216,7 +216,8 @@ def compile_kernels(
     expert_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share whole experts.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="The dtype to serve in, by default the model's own.")] = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="The cache's dtype, as vLLM's: auto, float16, bfloat16, fp8, fp8_e4m3 or fp8_e5m2.")
+        str,
+        typer.Option(help="The cache's dtype, as vLLM's: auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2 or nvfp4."),
     ] = "auto",
     family: Annotated[list[str] | None, typer.Option(help="Only this operator's kernels; may be repeated.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes, by default one for each core.")] = None,

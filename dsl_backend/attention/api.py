@@ -121,13 +121,23 @@ def check_rows(
         raise InvalidInput(f"{name} has stride {tensor.stride(-1)} in its last dimension: 1 is needed")
 
 
+def check_pages(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], spec: AttentionSpec, device: torch.device
+) -> None:
+    """Keys or values, or a cache of them; shape[-1] counts the elements of a row."""
+    check_rows(name, tensor, (*shape[:-1], spec.kv.width(shape[-1])), spec.kv_dtype, device)
+    checks.apart(name, tensor)
+    if objection := spec.kv.page_objection(tensor):
+        raise InvalidInput(f"{name} {objection}")
+
+
 def check_scales(
     spec: AttentionSpec, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, device: torch.device
 ) -> None:
-    """An fp8 layer needs both scales, each one number or [heads_kv]; other layers ignore theirs."""
+    """A layer with a quantized cache needs both scales, each one number or [heads_kv]; other layers ignore theirs."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is None:
-            require(not spec.is_fp8_kv, f"fp8 keys and values need {name}")
+            require(not spec.is_quantized_kv, f"{'fp8' if spec.is_fp8_kv else spec.kv} keys and values need {name}")
             continue
         one_or_heads = scale.numel() == 1 or scale.shape == (spec.heads_kv,)
         if not (one_or_heads and scale.dtype == torch.float32 and scale.device == device):
@@ -175,6 +185,8 @@ def run(
             last, as long as no two elements share memory. Pages and tokens that no row of a request sees may hold
             anything, NaN included: those past its length, and those below its first row's window. A NaN in a key or
             value that only later rows of a request see may reach earlier rows of the same tile, as in FlashAttention.
+            NVFP4's are bytes, [pages, page_size, heads_kv, head_dim / 2 + head_dim / 16] of torch.float4_e2m1fn_x2 in
+            dense pages: `quant.format.KVFormat` says where elements and scales are.
         values: the same with head_dim_v. For absorbed MLA, keys[..., :head_dim_v].
         out: [tokens, heads_q, head_dim_v], written in place and returned; a new tensor by default. Rows that belong
             to no request are not written; a row that sees no key becomes 0. It must not share memory with another
@@ -183,8 +195,8 @@ def run(
             denominator (sinks included).
         sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
-        k_scale, v_scale: with fp8 keys, one float32 each, or [heads_kv]; a real value is the stored value times its
-            scale.
+        k_scale, v_scale: with fp8 or NVFP4 keys, one float32 each, or [heads_kv]; a real value is the stored value
+            times its scale, and of NVFP4 times that of its block.
 
     Raises:
         InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
@@ -249,8 +261,7 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     checks.apart("out", out)
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
     for name, tensor, width in (("keys", keys, spec.head_dim), ("values", values, spec.head_dim_v)):
-        check_rows(name, tensor, (*lead, spec.heads_kv, width), spec.kv_dtype, device)
-        checks.apart(name, tensor)
+        check_pages(name, tensor, (*lead, spec.heads_kv, width), spec, device)
     if keys.shape[0] != values.shape[0]:
         what = "tokens" if spec.page_size is None else "pages"
         raise InvalidInput(f"keys hold {keys.shape[0]} {what}, values {values.shape[0]}")
@@ -292,13 +303,13 @@ def write_kv(
     Args:
         key, value: [tokens, heads_kv, dim].
         key_cache, value_cache: [pages, page_size, heads_kv, dim], any strides but the last, as long as no two elements
-            share memory.
+            share memory; NVFP4's as `run` takes them.
         slot_mapping: [tokens or fewer] int64; slot s is token s % page_size of page s // page_size; a row whose slot
             is negative is skipped. A slot beyond the cache is an error: kernels skip it, since slots are not read on
             the host; the reference raises InvalidInput before it writes anything.
-        k_scale, v_scale: with an fp8 cache, one float32 each, or [heads_kv]; the cache stores x / scale. Infinities
-            and what is too large saturate at the dtype's largest number (±448 of float8_e4m3fn, ±57344 of
-            float8_e5m2).
+        k_scale, v_scale: with an fp8 or NVFP4 cache, one float32 each, or [heads_kv]; the cache stores x / scale.
+            Infinities and what is too large saturate at the format's largest number (±448 of float8_e4m3fn, ±57344 of
+            float8_e5m2, ±2688 of NVFP4). NVFP4's scale of a block is the largest magnitude of its quotients / 6.
 
     Raises:
         InvalidInput: a tensor does not fit, or requires a gradient while gradients are on.
@@ -410,8 +421,7 @@ class Writer:
         dim, dim_v = spec.written_dims
         for name, rows, pages, width in (("key", key, key_cache, dim), ("value", value, value_cache, dim_v)):
             check_rows(name, rows, (tokens, spec.heads_kv, width), spec.dtype, device)
-            check_rows(f"{name}_cache", pages, (0, spec.page_size, spec.heads_kv, width), spec.kv_dtype, device)
-            checks.apart(f"{name}_cache", pages)
+            check_pages(f"{name}_cache", pages, (0, spec.page_size, spec.heads_kv, width), spec, device)
         require(
             key_cache.shape[0] == value_cache.shape[0],
             f"key_cache holds {key_cache.shape[0]} pages, value_cache {value_cache.shape[0]}",

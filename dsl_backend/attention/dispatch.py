@@ -20,7 +20,7 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.tuned import Heuristic, config_of
 from dsl_backend.checks import short
 from dsl_backend.errors import by_reason
-from dsl_backend.quant.format import FP8
+from dsl_backend.quant.format import FP8, KV_BLOCK
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, Judged, Variant, cpu_only
 from dsl_backend.runtime.target import Target
@@ -35,30 +35,60 @@ class Operation(enum.Enum):
     WRITE_KV = "attention.write_kv"
 
 
-def stored_types(spec: AttentionSpec) -> list[str]:
-    """The storage types of keys and values that every GPU kernel accepts: the queries' dtype, and fp8."""
+def stored_types(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
+    """The storage types of keys and values that every GPU kernel accepts: the queries' dtype, and fp8.
+
+    Args:
+        nvfp4: the kernel takes NVFP4 too.
+    """
+    if spec.kv.nvfp4:
+        return nvfp4_rows(spec) if nvfp4 else ["has no NVFP4 cache"]
     if spec.kv_dtype == spec.dtype or spec.kv.fp8:
         return []
     return [f"keys of {short(spec.kv_dtype)} are none of {short(spec.dtype)}, {', '.join(kind.name for kind in FP8)}"]
 
 
-def float_types(spec: AttentionSpec) -> list[str]:
+def nvfp4_rows(spec: AttentionSpec) -> list[str]:
+    """What an NVFP4 cache needs: nothing of a layer with another one."""
+    if not spec.kv.nvfp4:
+        return []
+    reasons = []
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if dim % KV_BLOCK:
+            reasons.append(f"{name} {dim} is not a multiple of {KV_BLOCK}, the elements of a block of an NVFP4 cache")
+    if spec.page_size is None:
+        reasons.append("an NVFP4 cache has pages")
+    if spec.mla:
+        reasons.append("an NVFP4 cache has keys and values of their own, not the latent ones of MLA")
+    return reasons
+
+
+def float_types(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
     """The dtypes that every GPU kernel accepts: of queries, and of stored keys and values."""
     if spec.dtype in (torch.float16, torch.bfloat16):
-        return stored_types(spec)
-    return [f"dtype {short(spec.dtype)} is not one of float16, bfloat16", *stored_types(spec)]
+        return stored_types(spec, nvfp4)
+    return [f"dtype {short(spec.dtype)} is not one of float16, bfloat16", *stored_types(spec, nvfp4)]
 
 
-def storage(spec: AttentionSpec) -> list[str]:
+def storage(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
     """The dtypes and page sizes that every GPU kernel that attends accepts."""
     if spec.page_size is None or spec.page_size % 16 == 0:
-        return float_types(spec)
-    return [*float_types(spec), f"page size {spec.page_size} is not a multiple of 16"]
+        return float_types(spec, nvfp4)
+    return [*float_types(spec, nvfp4), f"page size {spec.page_size} is not a multiple of 16"]
 
 
-def triton_common(spec: AttentionSpec, target: Target) -> list[str]:
+def triton_common(spec: AttentionSpec, target: Target, nvfp4: bool = False) -> list[str]:
     """What every Triton kernel of this family needs."""
-    return dispatch.triton_objections(target, spec.dtype) + storage(spec)
+    return dispatch.triton_objections(target, spec.dtype) + storage(spec, nvfp4)
+
+
+def triton_writes(spec: AttentionSpec, target: Target) -> list[str]:
+    return triton_common(spec, target, nvfp4=True)
+
+
+def on_cpu(spec: AttentionSpec, target: Target) -> list[str]:
+    """What the references need."""
+    return cpu_only(spec, target) + nvfp4_rows(spec)
 
 
 def dense_head_dims(spec: AttentionSpec) -> list[str]:
@@ -77,7 +107,7 @@ LATENT_DIMS = ((576, 512), (320, 256), (288, 256))
 
 
 def triton_dense(spec: AttentionSpec, target: Target) -> list[str]:
-    return triton_common(spec, target) + dense_head_dims(spec)
+    return triton_common(spec, target, nvfp4=True) + dense_head_dims(spec)
 
 
 def latent_only(spec: AttentionSpec) -> list[str]:
@@ -106,9 +136,9 @@ def cute_mla(spec: AttentionSpec) -> list[str]:
 WIDE_DIMS = (384, 512)
 
 
-def cute_dense(spec: AttentionSpec) -> list[str]:
+def cute_dense(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
     """What the CuTe DSL kernels of dense attention need, on any SM."""
-    reasons = [*toolkit.missing(), *storage(spec)]
+    reasons = [*toolkit.missing(), *storage(spec, nvfp4)]
     unit = 16 if spec.is_fp8_kv else 8
     for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
         if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
@@ -116,6 +146,15 @@ def cute_dense(spec: AttentionSpec) -> list[str]:
             reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256, {wide}")
     if spec.mla:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
+    return reasons
+
+
+def cute_dense_sm100(spec: AttentionSpec) -> list[str]:
+    """What SM100's need, which dequantize NVFP4 too."""
+    reasons = cute_dense(spec, nvfp4=True)
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if spec.kv.nvfp4 and (dim % 32 or not 32 <= dim <= 256):
+            reasons.append(f"{name} {dim} of an NVFP4 cache is not a multiple of 32 up to 256")
     return reasons
 
 
@@ -194,14 +233,21 @@ FP8_PRODUCTS = "cute-fp8"
 
 
 def reference(title: str) -> Entry[AttentionSpec]:
-    return Entry("reference", title, "dsl_backend.attention.reference:ReferenceKernel", cpu_only)
+    return Entry("reference", title, "dsl_backend.attention.reference:ReferenceKernel", on_cpu)
 
 
 TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     # Kernels in CuTe DSL, one for each SM, come first; with fp8 keys too (H200: 1.4 to 3.75 times as fast as Triton).
     Operation.PREFILL: (
         cute("sm90", "dense-prefill", "dense_host:Prefill", cute_dense, sm90.default_config, variants.SM90_PREFILL),
-        cute("sm100", "dense-prefill", "dense_host:Prefill", cute_dense, sm100.default_config, variants.SM100_PREFILL),
+        cute(
+            "sm100",
+            "dense-prefill",
+            "dense_host:Prefill",
+            cute_dense_sm100,
+            sm100.default_config,
+            variants.SM100_PREFILL,
+        ),
         cute(
             "sm90",
             "dense-prefill e4m3",
@@ -226,7 +272,12 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     Operation.DECODE: (
         cute("sm90", "dense-decode", "dense_host:SplitKV", cute_dense, sm90.default_split_config, variants.SM90_DECODE),
         cute(
-            "sm100", "dense-decode", "dense_host:SplitKV", cute_dense, sm100.default_split_config, variants.SM100_DECODE
+            "sm100",
+            "dense-decode",
+            "dense_host:SplitKV",
+            cute_dense_sm100,
+            sm100.default_split_config,
+            variants.SM100_DECODE,
         ),
         cute(
             "sm90",
@@ -275,8 +326,8 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
     ),
     Operation.WRITE_KV: (
         Entry("cute", "write-kv sm90/sm100", "dsl_backend.attention.cute.write_kv_host:WriteKV", cute_writes),
-        Entry("triton", "write-kv triton", "dsl_backend.attention.triton.write_kv:WriteKV", triton_common),
-        Entry("reference", "write-kv reference", "dsl_backend.attention.reference:WriteKV", cpu_only),
+        Entry("triton", "write-kv triton", "dsl_backend.attention.triton.write_kv:WriteKV", triton_writes),
+        Entry("reference", "write-kv reference", "dsl_backend.attention.reference:WriteKV", on_cpu),
     ),
 }
 

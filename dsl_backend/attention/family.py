@@ -11,6 +11,7 @@ from dsl_backend.attention import dispatch, precompile, rope_dispatch
 from dsl_backend.attention.rope_spec import MLARopeSpec, RopeSpec, RopeStyle
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.attention.tuned import TUNED_CONFIGS
+from dsl_backend.quant.format import NVFP4_KV
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
@@ -43,6 +44,7 @@ def typical_layers(target: Target) -> dict[str, LayerSpec]:
         "head size 256": dense(256),
         "head size 512": dense(512),
         "fp8 cache": replace(usual, kv_dtype=torch.float8_e4m3fn),
+        "NVFP4 cache": replace(usual, kv_dtype=NVFP4_KV.dtype),
         "window": replace(usual, window_left=4095, window_right=0),
         "sinks and window": replace(dense(64), heads_q=64, sinks=True, window_left=127, window_right=0),
         "softcap": replace(dense(256), heads_q=16, softcap=50.0),

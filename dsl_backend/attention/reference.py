@@ -13,13 +13,17 @@ from dsl_backend.attention.protocol import Kernel, Launch, Operands, Writes
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require
 from dsl_backend.errors import InvalidInput
-from dsl_backend.quant.format import is_fp8
+from dsl_backend.quant.format import E2M1_MAX, E4M3, KV_BLOCK, format_of, is_fp8
+from dsl_backend.quant.reference import packed_e2m1, unpacked_e2m1
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
 
 def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: int, kv_len: int) -> torch.Tensor:
-    """One request's rows [kv_len, heads_kv, dim] of a paged [pages, page_size, heads_kv, dim] or packed tensor."""
+    """One request's rows [kv_len, heads_kv, dim] of a paged [pages, page_size, heads_kv, dim] or packed tensor.
+
+    NVFP4's are float32, the scales of blocks included.
+    """
     if spec.page_size is None:
         assert batch.kv_start_loc is not None
         first = int(batch.kv_start_loc[request])
@@ -33,12 +37,21 @@ def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: 
         raise InvalidInput(
             f"block_table has page {int(outside[0])} of request {request}: the cache has pages 0 to {rows.shape[0] - 1}"
         )
+    if spec.kv.nvfp4:
+        elements, scales = (part[pages].flatten(0, 1)[:kv_len] for part in spec.kv.parts(rows))
+        return dequantize_nvfp4(elements, scales)
     return indexable(rows)[pages].view(rows.dtype).flatten(0, 1)[:kv_len]
+
+
+def dequantize_nvfp4(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Elements times the scales of their blocks, [..., dim] float32: exact, as it is in every float of 16 bits."""
+    numbers = unpacked_e2m1(elements.flatten(0, -2), torch.float32).view(*elements.shape[:-1], -1)
+    return numbers * scales.view(E4M3.dtype).float().repeat_interleave(KV_BLOCK, -1)
 
 
 def indexable(rows: torch.Tensor) -> torch.Tensor:
     """The same bytes in a dtype that torch can gather and scatter: it has no indexing for fp8 on a CPU."""
-    return rows.view(torch.uint8) if is_fp8(rows.dtype) else rows
+    return rows.view(torch.uint8) if format_of(rows.dtype).quantized else rows
 
 
 def visible(spec: AttentionSpec, q_len: int, kv_len: int, causal: bool, device: torch.device) -> torch.Tensor:
@@ -125,7 +138,7 @@ def attention(
         q: [tokens, heads_q, head_dim].
         keys, values: [pages, page_size, heads_kv, dim] or packed [tokens_kv, heads_kv, dim].
         sinks, alibi_slopes: [heads_q].
-        k_scale, v_scale: a real value is the stored fp8 value times its scale: one number, or [heads_kv].
+        k_scale, v_scale: a real value is the stored fp8 or NVFP4 value times its scale: one number, or [heads_kv].
         compute_dtype: all arithmetic and every intermediate; float64 makes the result an oracle.
 
     Returns:
@@ -142,9 +155,9 @@ def attention(
             continue
         k = gather_keys(keys, spec, batch, request, kv_len).to(compute_dtype)
         v = gather_keys(values, spec, batch, request, kv_len).to(compute_dtype)
-        if k_scale is not None and spec.is_fp8_kv:
+        if k_scale is not None and spec.is_quantized_kv:
             k = k * k_scale.to(compute_dtype).view(-1, 1)
-        if v_scale is not None and spec.is_fp8_kv:
+        if v_scale is not None and spec.is_quantized_kv:
             v = v * v_scale.to(compute_dtype).view(-1, 1)
         # [heads_kv, group, q_len, dim] against [heads_kv, 1, kv_len, dim]
         rows = q[first:last].to(compute_dtype).unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
@@ -174,8 +187,8 @@ def write_kv(
 ) -> None:
     """Store rows of key and value [tokens, heads_kv, dim] at their slots; a negative slot is skipped.
 
-    The caches are [pages, page_size, heads_kv, dim]; slot s is page s // page_size, token s % page_size. An fp8 cache
-    stores x / scale, saturated at the format's largest value.
+    The caches are [pages, page_size, heads_kv, dim]; slot s is page s // page_size, token s % page_size. An fp8 or
+    NVFP4 cache stores x / scale, saturated at the format's largest value.
 
     Raises:
         InvalidInput: a slot lies beyond the cache; nothing was written.
@@ -187,8 +200,34 @@ def write_kv(
     require(most < capacity, f"slot_mapping has slot {most}: the caches have slots 0 to {capacity - 1}")
     pages, tokens = slots // key_cache.shape[1], slots % key_cache.shape[1]
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        stored = quantize(rows[: slot_mapping.shape[0]][kept], cache.dtype, scale)
-        indexable(cache)[pages, tokens] = indexable(stored)
+        written = rows[: slot_mapping.shape[0]][kept]
+        store(cache, (pages, tokens), written, scale)
+
+
+def store(cache: torch.Tensor, where: tuple[torch.Tensor, ...], rows: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """Quantize rows [tokens, heads_kv, dim], and store them in the pages and tokens `where` of a cache."""
+    kind = format_of(cache.dtype)
+    if kind.nvfp4:
+        for part, stored in zip(kind.parts(cache), quantize_nvfp4(rows, scale), strict=True):
+            part[where] = stored
+    else:
+        indexable(cache)[where] = indexable(quantize(rows, cache.dtype, scale))
+
+
+def quantize_nvfp4(rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [tokens, heads_kv, dim] as NVFP4: packed elements [..., dim / 2], scales of blocks [..., dim / 16], bytes.
+
+    Args:
+        scale: one number, or [heads_kv].
+    """
+    scaled = rows.float() if scale is None else rows.float() / scale.view(-1, 1)
+    blocks = scaled.unflatten(-1, (-1, KV_BLOCK))
+    largest = torch.finfo(E4M3.dtype).max
+    block_scale = (blocks.abs().amax(-1) / E2M1_MAX).clamp(max=largest).to(E4M3.dtype)
+    # 0 / 0 of a block of zeros, and a NaN, whose block's scale says so.
+    quotients = (blocks / block_scale.float()[..., None]).nan_to_num(0.0, torch.inf, -torch.inf)
+    elements = packed_e2m1(quotients.flatten(-2).flatten(0, -2)).view(*rows.shape[:-1], -1)
+    return elements, block_scale.view(torch.uint8)
 
 
 def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from dsl_backend.attention.dispatch import cute_writes, triton_common
+from dsl_backend.attention.dispatch import cute_writes, stored_types, triton_common
 from dsl_backend.attention.rope_spec import AnySpec, MLARopeSpec, RopeSpec
 from dsl_backend.checks import short
 from dsl_backend.runtime import dispatch
@@ -56,15 +56,20 @@ def mla_triton(spec: MLARopeSpec, target: Target) -> list[str]:
     return triton_common(spec.layer, target)
 
 
+def on_cpu(spec: AnySpec, target: Target) -> list[str]:
+    """What the references need, which take what a CPU computes with, and no NVFP4 cache either."""
+    return cpu_only(spec, target) + (stored_types(spec.layer) if spec.layer.kv.nvfp4 else [])
+
+
 TABLE = (
     Entry("cute", "rope-write-kv sm90/sm100", "dsl_backend.attention.cute.rope_host:RopeWriteKV", cute),
     Entry("triton", "rope-write-kv triton", "dsl_backend.attention.triton.rope:RopeWriteKV", triton),
-    Entry("reference", "rope-write-kv reference", "dsl_backend.attention.rope_reference:RopeWriteKV", cpu_only),
+    Entry("reference", "rope-write-kv reference", "dsl_backend.attention.rope_reference:RopeWriteKV", on_cpu),
 )
 MLA_TABLE = (
     Entry("cute", "rope-write-mla sm90/sm100", "dsl_backend.attention.cute.mla_rope_host:RopeWriteMLA", mla_cute),
     Entry("triton", "rope-write-mla triton", "dsl_backend.attention.triton.mla_rope:RopeWriteMLA", mla_triton),
-    Entry("reference", "rope-write-mla reference", "dsl_backend.attention.rope_reference:RopeWriteMLA", cpu_only),
+    Entry("reference", "rope-write-mla reference", "dsl_backend.attention.rope_reference:RopeWriteMLA", on_cpu),
 )
 
 

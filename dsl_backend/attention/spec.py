@@ -33,7 +33,8 @@ class AttentionSpec:
         head_dim: elements of a query and key row; for absorbed MLA latent + rope, such as 576.
         head_dim_v: elements of a value and output row.
         dtype: of queries and outputs.
-        kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2.
+        kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2, or
+            torch.float4_e2m1fn_x2 for NVFP4 (`quant.format.KVFormat` says how it is stored).
         page_size: tokens a page; None where keys and values are packed without pages.
         scale: multiplies q·k.
         causality: which keys a position may see.
@@ -104,6 +105,11 @@ class AttentionSpec:
         return is_fp8(self.kv_dtype)
 
     @property
+    def is_quantized_kv(self) -> bool:
+        """Whether keys and values have scales: fp8 and NVFP4."""
+        return self.kv.quantized
+
+    @property
     def written_dims(self) -> tuple[int, int]:
         """Elements of what is written into the cache as a key and as a value: of absorbed MLA the latent, then rope."""
         return (self.head_dim_v, self.head_dim - self.head_dim_v) if self.mla else (self.head_dim, self.head_dim_v)
@@ -115,7 +121,7 @@ class AttentionSpec:
         features += [f"softcap {self.softcap}"] if self.softcap else []
         features += [name for name in ("sinks", "alibi", "mla") if getattr(self, name)]
         features += ["batch-invariant"] if self.batch_invariant else []
-        kv = "" if self.kv_dtype == self.dtype else f", {short(self.kv_dtype)} keys"
+        kv = "" if self.kv_dtype == self.dtype else f", {self.kv} keys"
         page = "packed" if self.page_size is None else f"page {self.page_size}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
         return f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"

@@ -43,7 +43,7 @@ class ProblemShape(tuned.ProblemShape):
     head_dim: PositiveInt
     head_dim_v: PositiveInt
     dtype: Literal["float16", "bfloat16"]
-    kv_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
+    kv_dtype: Literal["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2"]
     group: PositiveInt
     paged: bool = True
     features: tuple[Feature, ...] = Field(default=())

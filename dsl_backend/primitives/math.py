@@ -206,6 +206,41 @@ def e5m2_to_f16(word: cutlass.Int32, numeric: type[cutlass.Numeric], *, loc=None
     )
 
 
+@dsl_user_op
+def e4m3_to_f16_twice(code: cutlass.Int32, *, loc=None, ip=None) -> cutlass.Int32:
+    """An e4m3 as two equal float16 in a word."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 twice; .reg .b16 pair, other; prmt.b32 twice, {$r0}, 0, 0; mov.b32 {pair, other}, twice; "
+        "cvt.rn.f16x2.e4m3x2 {$w0}, pair; }",
+        write_only_types=[cutlass.Int32],
+        read_only_args=[code],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def scaled_e2m1_to_f16(
+    word: cutlass.Int32, scale: cutlass.Int32, numeric: type[cutlass.Numeric], *, loc=None, ip=None
+) -> tuple[cutlass.Int32, ...]:
+    """Convert eight packed e2m1, times a scale, to four words of two float16 or bfloat16, in order (SM100).
+
+    Exact if the scale is an e4m3, as two float16: a product has six bits, and lies between 2^-10 and 2688.
+    """
+    code = "{ .reg .b8 b0, b1, b2, b3; .reg .b32 pair; .reg .b16 first, second; .reg .f32 a, b; "
+    code += "mov.b32 {b0, b1, b2, b3}, {$r0}; "
+    for i in range(4):
+        code += f"cvt.rn.f16x2.e2m1x2 pair, b{i}; "
+        if numeric is cutlass.Float16:
+            code += f"mul.f16x2 {{$w{i}}}, pair, {{$r1}}; "
+        else:
+            code += "mul.f16x2 pair, pair, {$r1}; mov.b32 {first, second}, pair; "
+            code += f"cvt.f32.f16 a, first; cvt.f32.f16 b, second; cvt.rn.bf16x2.f32 {{$w{i}}}, b, a; "
+    return cute.arch.inline_ptx(
+        code + "}", write_only_types=[cutlass.Int32] * 4, read_only_args=[word, scale], loc=loc, ip=ip
+    )
+
+
 @cute.jit
 def e8m0_to_f32(exponent: cutlass.Uint8) -> cutlass.Float32:
     """2^(exponent - 127); NaN for 255. 2^-127 is denormal."""

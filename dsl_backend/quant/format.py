@@ -15,6 +15,13 @@ class KVFormat:
     A stored fp8 value is the real value divided by a scale; `api.check_scales` says what a scale may be. float8_e4m3fn
     has NaN and no infinity, float8_e5m2 has both. Infinities and what is too large are stored as the largest number.
 
+    NVFP4 stores two e2m1 in a byte, the first in its low bits, and a scale in e4m3 for each 16 elements of a row; a
+    real value is the element times the scale of its block times the scale of the tensor or of the head. A block with a
+    NaN has the scale NaN. Keys and values are tensors [pages, page_size, heads_kv, width(dim)] of bytes. A page of one
+    of them is dense, and the elements of all its rows come before the scales of all its rows, both in the order of the
+    tensor's strides: `parts` has the two. This is vLLM's layout of a page, the scales of values in order, as
+    FlashInfer's FA2 reads them.
+
     Attributes:
         name: of the torch dtype, without the module.
     """
@@ -28,8 +35,44 @@ class KVFormat:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element of the tensor."""
         return self.dtype.itemsize
+
+    def width(self, dim: int) -> int:
+        """Elements of the tensor for a row of `dim`: with NVFP4 bytes, of elements and of scales."""
+        return dim // 2 + dim // KV_BLOCK if self.nvfp4 else dim
+
+    def row_bytes(self, dim: int) -> int:
+        """Bytes of a row."""
+        return self.width(dim) * self.itemsize
+
+    def parts(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """NVFP4's elements [pages, page_size, heads_kv, dim / 2] and scales [..., dim / 16] of a tensor, as bytes."""
+        pages = pages.view(torch.uint8)
+        count, tokens, heads, width = pages.shape
+        elements = width // 9 * 8
+        page, token, head = (int(stride) for stride in pages.stride()[:3])
+
+        def part(columns: int, first: int) -> torch.Tensor:
+            strides = (page, token * columns // width, head * columns // width, 1)
+            return pages.as_strided((count, tokens, heads, columns), strides, pages.storage_offset() + first)
+
+        return part(elements, 0), part(width - elements, tokens * heads * elements)
+
+    def page_objection(self, pages: torch.Tensor) -> str | None:
+        """Why a tensor of keys or values of this format has no pages that `parts` can take; None where it has."""
+        if not self.nvfp4:
+            return None
+        _, tokens, heads, width = pages.shape
+        page, token, head = pages.stride()[:3]
+        tokens_first = (heads == 1 or head == width) and (tokens == 1 or token == heads * width)
+        heads_first = (tokens == 1 or token == width) and (heads == 1 or head == tokens * width)
+        if (tokens_first or heads_first) and page >= tokens * heads * width:
+            return None
+        return (
+            f"has strides {pages.stride()}: dense pages of {tokens} tokens, {heads} heads and {width} bytes are "
+            f"needed, tokens or heads outermost"
+        )
 
     @property
     def fp8(self) -> bool:
@@ -37,13 +80,28 @@ class KVFormat:
         return self in FP8
 
     @property
+    def nvfp4(self) -> bool:
+        return self == NVFP4_KV
+
+    @property
+    def quantized(self) -> bool:
+        """Whether values have scales, of the tensor or of a head, and are dequantized as they are read."""
+        return self.fp8 or self.nvfp4
+
+    @property
     def largest(self) -> float:
-        """The largest number; larger ones saturate at it where they are stored as fp8."""
-        return torch.finfo(self.dtype).max
+        """The largest number; larger ones saturate at it where they are stored as fp8 or NVFP4."""
+        return E2M1_MAX * torch.finfo(E4M3.dtype).max if self.nvfp4 else torch.finfo(self.dtype).max
+
+    def __str__(self) -> str:
+        return "nvfp4" if self.nvfp4 else self.name
 
 
 E4M3, E5M2 = KVFormat("float8_e4m3fn"), KVFormat("float8_e5m2")
 FP8 = (E4M3, E5M2)
+# Elements of a row that share a scale.
+KV_BLOCK = 16
+NVFP4_KV = KVFormat("float4_e2m1fn_x2")
 
 
 def format_of(dtype: torch.dtype) -> KVFormat:

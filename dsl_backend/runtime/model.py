@@ -21,6 +21,7 @@ KV_CACHE_DTYPES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
+    "nvfp4": "float4_e2m1fn_x2",
 }
 
 

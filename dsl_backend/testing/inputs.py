@@ -15,7 +15,7 @@ import torch
 
 from dsl_backend.attention import reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.quant.format import is_fp8
+from dsl_backend.quant.format import NVFP4_KV, is_fp8
 
 # What the rest of an `out` or `lse` tensor holds before a launch, to see that it is left alone.
 SENTINEL = -96.0
@@ -196,12 +196,10 @@ class Problem:
         fresh = [torch.arange(n) >= self.first_key(q, n) for q, n in zip(self.q_lens, self.kv_lens, strict=True)]
         kept = torch.cat([torch.zeros(0, dtype=torch.bool), *fresh]).to(self.device)
         where = tuple(places[kept] for places in where)
-        for tensor, scale in ((self.keys, self.k_scale), (self.values, self.v_scale)):
-            if tensor is self.values and spec.mla:
-                continue
-            numbers = normal((sum(self.kv_lens), *tensor.shape[-2:]), random)[kept]
-            stored = reference.quantize(numbers.to(spec.dtype), spec.kv_dtype, scale)
-            reference.indexable(tensor)[where] = reference.indexable(stored)
+        stores = ((self.keys, spec.head_dim, self.k_scale), (self.values, spec.head_dim_v, self.v_scale))
+        for tensor, dim, scale in stores[:1] if spec.mla else stores:
+            numbers = normal((sum(self.kv_lens), spec.heads_kv, dim), random)[kept]
+            reference.store(tensor, where, numbers.to(spec.dtype), scale)
 
     def _deal_pages(self, page_size: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Give every request pages in no order, and return the page and the token in it of every key."""
@@ -245,6 +243,11 @@ def not_a_number(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def pollute(tensor: torch.Tensor) -> None:
     """NaN in every other row of the next to last dimensions, huge numbers of both signs in the others."""
+    if tensor.dtype == NVFP4_KV.dtype:
+        elements, scales = (part.transpose(0, 1) for part in NVFP4_KV.parts(tensor))
+        elements[0::2], elements[1::4], elements[3::4] = 0xFF, 0x77, 0xFF
+        scales[0::2], scales[1::2] = 0x7F, 0x7E  # NaN, 448
+        return
     huge = torch.finfo(tensor.dtype).max
     rows = tensor if tensor.dim() < 4 else tensor.transpose(0, 1)  # paged: alternate within a page
     for start, value in ((0, math.nan), (1, huge), (2, math.nan), (3, -huge)):
@@ -263,6 +266,8 @@ def empty_like_cache(
     Absorbed MLA's are [*lead, 1, head_dim], and values their first head_dim_v elements.
     """
     dim, dim_v, heads = spec.head_dim, spec.head_dim_v, spec.heads_kv
+    if spec.kv.nvfp4:
+        return empty_nvfp4_cache(spec, lead, layout, device)
 
     def empty(*shape: int) -> torch.Tensor:
         return not_a_number(shape, spec.kv_dtype, device)
@@ -280,6 +285,30 @@ def empty_like_cache(
     else:
         both = empty(*lead, heads, dim + dim_v)
     return both[..., :dim], both[..., dim:]
+
+
+def empty_nvfp4_cache(
+    spec: AttentionSpec, lead: tuple[int, ...], layout: Layout, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for NVFP4: a page of keys, then a page of values, each dense."""
+    pages, tokens = lead
+    heads, apart = spec.heads_kv, layout is Layout.SEPARATE
+    heads_first = layout is not Layout.SIDE_BY_SIDE
+    widths = [spec.kv.width(dim) for dim in (spec.head_dim, spec.head_dim_v)]
+    sizes = [tokens * heads * width for width in widths]
+    room = 32 if layout is Layout.PADDED else 0
+
+    def view(storage: torch.Tensor, first: int, width: int) -> torch.Tensor:
+        shape = (pages, heads, tokens, width) if heads_first else (pages, tokens, heads, width)
+        strides = (storage.shape[1], shape[2] * width, width, 1)
+        found = storage.as_strided(shape, strides, first)
+        return (found.transpose(1, 2) if heads_first else found).view(spec.kv_dtype)
+
+    if apart:
+        keys, values = (not_a_number((pages, size), torch.uint8, device) for size in sizes)
+        return view(keys, 0, widths[0]), view(values, 0, widths[1])
+    both = not_a_number((pages, sum(sizes) + room), torch.uint8, device)
+    return view(both, 0, widths[0]), view(both, sizes[0], widths[1])
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
@@ -350,8 +379,8 @@ def make_problem(
         values=values,
         sinks=(normal((spec.heads_q,), random) * 2).to(around.sinks_dtype) if spec.sinks else None,
         alibi_slopes=alibi_slopes(spec.heads_q).to(device) if spec.alibi else None,
-        k_scale=scale_of(spec, K_SCALE, scales_by_head).to(device) if spec.is_fp8_kv else None,
-        v_scale=scale_of(spec, V_SCALE, scales_by_head).to(device) if spec.is_fp8_kv else None,
+        k_scale=scale_of(spec, K_SCALE, scales_by_head).to(device) if spec.is_quantized_kv else None,
+        v_scale=scale_of(spec, V_SCALE, scales_by_head).to(device) if spec.is_quantized_kv else None,
         stale=around.stale,
     )
     assert (causal is not None) == (spec.causality is Causality.PER_REQUEST)

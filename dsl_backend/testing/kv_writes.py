@@ -8,6 +8,7 @@ import torch
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.quant.format import NVFP4_KV
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.inputs import K_SCALE, V_SCALE, Layout, empty_like_cache, normal, not_a_number, scale_of
 
@@ -28,7 +29,7 @@ class WriteCase:
         dim, dim_v: elements of a key and a value; of the latent and the rope part where latent.
         fused: key and value are slices of wider rows, as the output of a fused qkv projection is.
         gain: multiplies the numbers; a large one saturates fp8.
-        fp8_dtype: of an fp8 cache. scales_by_head: each head has scales of its own.
+        fp8_dtype: of an fp8 cache. nvfp4: the cache is in NVFP4. scales_by_head: each head has scales of its own.
         specials: NaN, infinities, zeros of both signs and subnormals among the numbers.
     """
 
@@ -47,6 +48,7 @@ class WriteCase:
     dtype: torch.dtype = BF16
     fp8: bool = False
     fp8_dtype: torch.dtype = FP8
+    nvfp4: bool = False
     scales_by_head: bool = False
     page: int = 16
     layout: Layout = Layout.SIDE_BY_SIDE
@@ -64,7 +66,7 @@ class WriteCase:
             head_dim=self.dim + self.dim_v if self.mla else self.dim,
             head_dim_v=self.dim if self.mla else self.dim_v,
             dtype=self.dtype,
-            kv_dtype=self.fp8_dtype if self.fp8 else self.dtype,
+            kv_dtype=NVFP4_KV.dtype if self.nvfp4 else self.fp8_dtype if self.fp8 else self.dtype,
             page_size=self.page,
             scale=1.0,
             mla=self.mla,
@@ -88,6 +90,12 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase("e5m2-saturated", fp8=True, fp8_dtype=E5M2, gain=6e3, why="values past 57344 saturate, on both sides"),
     WriteCase("e5m2-subnormal", fp8=True, fp8_dtype=E5M2, gain=1e-6, why="e5m2's subnormal numbers, and zero"),
     WriteCase("e5m2-specials", fp8=True, fp8_dtype=E5M2, specials=True, why="NaN stays NaN, infinities saturate"),
+    WriteCase("nvfp4", nvfp4=True, layout=Layout.HEADS_FIRST, why="scales of blocks, elements rounded to nearest even"),
+    WriteCase("nvfp4-fp16", nvfp4=True, dtype=FP16, dim=96, dim_v=48, heads=3, scales_by_head=True, why="tokens first"),
+    WriteCase("nvfp4-saturated", nvfp4=True, gain=400.0, fused=True, why="scales past 448, elements past 6"),
+    WriteCase("nvfp4-tiny", nvfp4=True, gain=1e-4, why="subnormal scales, and scales of zero"),
+    WriteCase("nvfp4-specials", nvfp4=True, specials=True, why="a block's scale is NaN; infinities saturate"),
+    WriteCase("nvfp4-padded", nvfp4=True, layout=Layout.PADDED, page=48, beyond=3, why="room between pages"),
     WriteCase("all-skipped", skipped=9, why="a step of padding writes nothing"),
     WriteCase("beyond", beyond=5, fused=True, why="slots behind the last page are skipped, near ones and far ones"),
     WriteCase("beyond-fp8", beyond=3, fp8=True, page=48, layout=Layout.PADDED, why="the same; a page of any size"),
@@ -180,7 +188,8 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str, target
     place.
     """
     k_scale, v_scale = (
-        scale_of(case.spec, scale, case.scales_by_head).to(device) if case.fp8 else None for scale in (K_SCALE, V_SCALE)
+        scale_of(case.spec, scale, case.scales_by_head).to(device) if case.spec.is_quantized_kv else None
+        for scale in (K_SCALE, V_SCALE)
     )
     mine, theirs = build(case, device), build(case, device)
     # The reference refuses slots that are not there, which kernels skip.
@@ -193,7 +202,7 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str, target
     else:
         api.Writer(case.spec, lambda: target, kernel)(*tensors, k_scale, v_scale)
     reference.write_kv(theirs.key, theirs.value, theirs.key_cache, theirs.value_cache, slots, k_scale, v_scale)
-    if kernel == "triton" and k_scale is not None and v_scale is not None:
+    if kernel == "triton" and case.fp8 and k_scale is not None and v_scale is not None:
         kept = slots >= 0
         pages, tokens = slots[kept] // case.page, slots[kept] % case.page
         for ours, right, rows, scale in (
@@ -208,8 +217,10 @@ def check_write(case: WriteCase, kernel: str, device: torch.device | str, target
     ):
         found, expected = everything(ours), everything(right)
         same = reference.indexable(found) == reference.indexable(expected)
-        if not case.fp8:
+        if not case.spec.is_quantized_kv:
             same = found.view(torch.int16) == expected.view(torch.int16)
+        if case.nvfp4:
+            found, expected = found.view(torch.uint8), expected.view(torch.uint8)
         wrong = ~(same | (found.float().isnan() & expected.float().isnan()))
         if wrong.any():
             at = int(wrong.nonzero()[0])

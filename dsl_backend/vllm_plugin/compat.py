@@ -88,6 +88,17 @@ def _cache_shape_belongs_to_the_backend() -> bool:
     return hasattr(AttentionBackend, "get_kv_cache_shape")
 
 
+def pages_can_be_packed() -> bool:
+    """Whether a backend says what a page of a layer's cache is."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "customize_spec")
+
+
+def _pages_cannot_be_packed() -> bool:
+    return not pages_can_be_packed()
+
+
 def _block_sizes_take_no_spec() -> bool:
     from vllm.v1.attention.backend import AttentionBackend
 
@@ -239,6 +250,13 @@ DIFFERENCES: tuple[Entry, ...] = (
         why="in 0.26 the backend owns the cache's shape; later the KV cache spec does, and the methods are not called",
         remove_when="the oldest supported vLLM has KVCacheLayout",
         needed=_cache_shape_belongs_to_the_backend,
+    ),
+    Entry(
+        name="packed_pages",
+        what="validation.torch_kv_dtype refuses --kv-cache-dtype nvfp4",
+        why="0.26 has no AttentionBackend.customize_spec, by which a backend says what an NVFP4 page is",
+        remove_when="the oldest supported vLLM has AttentionBackend.customize_spec",
+        needed=_pages_cannot_be_packed,
     ),
     Entry(
         name="kernel_block_sizes",

@@ -24,6 +24,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
+from dsl_backend.quant.format import NVFP4_KV
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME
@@ -38,6 +39,8 @@ class DSLAttentionBackend(AttentionBackend):
     """Answers what vLLM asks about the backend from the dispatch table."""
 
     forward_includes_kv_cache_update: bool = False
+    # Whether a layer of this process has an NVFP4 cache. Workers ask for layouts without a current configuration.
+    nvfp4_layers: ClassVar[bool] = False
     supported_kv_cache_dtypes: ClassVar[list[Any]] = validation.SERVED_KV_DTYPES
     # A model that wrote the cache itself calls forward without key and value (vLLM 0.33); see DSLAttentionImpl.forward.
     supports_kv_cache_update_bypass: bool = True
@@ -72,6 +75,29 @@ class DSLAttentionBackend(AttentionBackend):
         if get_kv_cache_layout() == "HND":
             return (1, 2, 0, 3, 4) if include_num_layers_dimension else (0, 1, 2, 3)
         return (1, 0, 3, 2, 4) if include_num_layers_dimension else (0, 2, 1, 3)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """An NVFP4 page has a slot for each head's keys, then for each head's values, of elements and scales."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        if spec.head_size_v != spec.head_size:
+            raise ValueError(
+                f"attention backend dsl does not serve --kv-cache-dtype nvfp4 with keys of {spec.head_size} elements "
+                f"and values of {spec.head_size_v}: equal sizes are needed"
+            )
+        slots, width = 2 * spec.num_kv_heads, NVFP4_KV.row_bytes(spec.head_size)
+        return replace(spec, num_head_slots=slots, state_content_bytes=width)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        """Any; of NVFP4 pages first those where a head's tokens follow one another, which TMA can copy."""
+        if not cls.nvfp4_layers:
+            return None
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        names = ("LBHNC", "BLHNC", "LBNHC", "BLNHC")
+        return tuple(KVCacheLayout[name] for name in names)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -339,6 +365,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             alibi=alibi_slopes is not None,
             batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
+        if self.base_spec.kv.nvfp4:
+            DSLAttentionBackend.nvfp4_layers = True
         self._specs: dict[tuple[int | None, Causality, int], AttentionSpec] = {}
         config = get_current_vllm_config_or_none()
         kernel = options.of(config).attention_kernel
@@ -376,12 +404,36 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
 
     def split(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [pages, page_size, heads_kv, dim] in vLLM's cache [pages, heads_kv, page_size, both dims]."""
+        if self.base_spec.kv.nvfp4:
+            return self.split_nvfp4(kv_cache)
         pages = kv_cache.transpose(1, 2)
         if self.base_spec.is_fp8_kv and pages.dtype != self.base_spec.kv_dtype:
             pages = pages.view(self.base_spec.kv_dtype)
         # One torch operation and not two slices: every layer runs it in every step.
         keys, values = pages.split_with_sizes((self.head_size, pages.shape[-1] - self.head_size), -1)
         return keys, values
+
+    def split_nvfp4(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same of a cache [pages, 2 * heads_kv, page_size, width], whose pages are the keys', then the values'."""
+        count, slots, tokens, width = kv_cache.shape
+        heads = slots // 2
+        by_head, by_token = (tokens * width, width), (width, heads * width)
+        if kv_cache.stride()[1:] == (*by_head, 1):
+            head, token = by_head
+        elif kv_cache.stride()[1:] == (width, slots * width, 1):
+            head, token = by_token
+        else:
+            raise ValueError(f"NVFP4 pages have strides {kv_cache.stride()}: dense ones are needed")
+        pages, shape = kv_cache.view(self.base_spec.kv_dtype), (count, tokens, heads, width)
+        keys, values = (
+            pages.as_strided(shape, (pages.stride(0), token, head, 1), pages.storage_offset() + first)
+            for first in (0, heads * tokens * width)
+        )
+        return keys, values
+
+    def value_size(self, values: torch.Tensor) -> int:
+        """Elements of a value. NVFP4's are as many as a key's."""
+        return self.head_size if self.base_spec.kv.nvfp4 else values.shape[-1]
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -390,8 +442,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         if self.packed or kv_cache.numel() == 0 or slot_mapping.numel() == 0:
             return
         keys, values = self.split(kv_cache)
-        fp8 = self.base_spec.is_fp8_kv
-        spec = self.spec(keys.shape[1], self.base_spec.causality, values.shape[-1])
+        scaled = self.base_spec.is_quantized_kv
+        spec = self.spec(keys.shape[1], self.base_spec.causality, self.value_size(values))
         api.write_kv(
             spec,
             key,
@@ -399,8 +451,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             keys,
             values,
             slot_mapping,
-            k_scale=layer._k_scale if fp8 else None,
-            v_scale=layer._v_scale if fp8 else None,
+            k_scale=layer._k_scale if scaled else None,
+            v_scale=layer._v_scale if scaled else None,
             kernel=self.write_kernel,
         )
 
@@ -421,7 +473,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         Args:
             query: [tokens, heads, head_size]; rows from num_actual_tokens on are padding.
             key, value: [tokens, heads_kv, dim]; read for encoders only. Other layers read the cache, and take None.
-            kv_cache: [pages, heads_kv, page_size, head_size + value's]; contiguous in the last dimension.
+            kv_cache: [pages, heads_kv, page_size, head_size + value's]; contiguous in the last dimension. NVFP4's as
+                `split_nvfp4` takes it.
             attn_metadata: None in vLLM's profiling run.
             output: [tokens, heads, value's head size].
         """
@@ -429,7 +482,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             raise NotImplementedError("attention backend dsl does not quantise its output")
         if attn_metadata is None:
             return output.fill_(0)
-        fp8 = self.base_spec.is_fp8_kv
+        scaled = self.base_spec.is_quantized_kv
         page_size = None
         if self.packed:
             assert key is not None
@@ -438,7 +491,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         else:
             keys, values = self.split(kv_cache)
             page_size = keys.shape[1]
-        plan = attn_metadata.plan(self.spec(page_size, attn_metadata.causality, values.shape[-1]))
+        plan = attn_metadata.plan(self.spec(page_size, attn_metadata.causality, self.value_size(values)))
         return api.run(
             plan,
             query,
@@ -447,6 +500,6 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             out=output,
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
-            k_scale=layer._k_scale if fp8 else None,
-            v_scale=layer._v_scale if fp8 else None,
+            k_scale=layer._k_scale if scaled else None,
+            v_scale=layer._v_scale if scaled else None,
         )

@@ -8,7 +8,7 @@ import torch
 
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.spec import AttentionSpec
-from dsl_backend.quant.format import is_fp8
+from dsl_backend.quant.format import NVFP4_KV, format_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import KV_CACHE_DTYPES
 from dsl_backend.runtime.target import Target
@@ -58,7 +58,13 @@ def torch_kv_dtype(kv_cache_dtype: str | None, dtype: torch.dtype) -> torch.dtyp
     if kv_cache_dtype not in KV_DTYPES:
         accepted = ", ".join(["auto", *KV_DTYPES])
         raise ValueError(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
-    return KV_DTYPES[kv_cache_dtype]
+    found: torch.dtype = KV_DTYPES[kv_cache_dtype]
+    if found == NVFP4_KV.dtype and not compat.pages_can_be_packed():
+        raise ValueError(
+            f"--kv-cache-dtype {kv_cache_dtype} needs a vLLM whose backends say what a page is "
+            f"(AttentionBackend.customize_spec; 0.32 has it)"
+        )
+    return found
 
 
 # The values of `--kv-cache-dtype` that are served.
@@ -67,7 +73,7 @@ SERVED_KV_DTYPES = ["auto", *KV_DTYPES]
 
 def model_dtype_of(kv_dtype: torch.dtype) -> torch.dtype:
     """A dtype of queries that a cache of this dtype is served with."""
-    return torch.float16 if is_fp8(kv_dtype) else kv_dtype
+    return torch.float16 if format_of(kv_dtype).quantized else kv_dtype
 
 
 def reasons_against(spec: AttentionSpec, target: Target, kernel: str | None = None) -> list[str]:

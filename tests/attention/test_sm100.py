@@ -64,7 +64,7 @@ def make(planner: Planner, short: bool, index: int) -> Kernel:
     spec, target = planner.spec, planner.target
     softmax_warpgroups = 1 if spec.head_dim_v > 128 else index % 2 + 1
     stages, query_stages, tile_n, dequant_stages = 2 + index % 2, 1 + index % 2, 64 if spec.head_dim <= 256 else 32, 0
-    if spec.is_fp8_kv:
+    if spec.is_quantized_kv:
         stages, query_stages, dequant_stages = 2, 1, 2 + index % 2
         tile_n = 32 if spec.head_dim > 192 else 64
     config = DenseConfig(

@@ -22,6 +22,16 @@ class DenseTensors(NamedTuple):
     v: cute.Tensor
 
 
+class Nvfp4Tensors(NamedTuple):
+    """Of an NVFP4 cache: bytes of elements, (pages, page_size, head_kv, dim / 2), and scales of 16 keys in a row."""
+
+    q: cute.Tensor  # (total_q, head_q, head_dim)
+    k: cute.Tensor
+    v: cute.Tensor
+    k_scales: cute.Tensor  # (pages, page_size / 16, head_kv, dim)
+    v_scales: cute.Tensor
+
+
 class MlaTensors(NamedTuple):
     """Absorbed MLA: values are the first `latent` elements of the keys."""
 
@@ -39,6 +49,21 @@ class DenseLoads(NamedTuple):
     mK: cute.Tensor
     tma_atom_v: cute.CopyAtom
     mV: cute.Tensor
+
+
+class Nvfp4Loads(NamedTuple):
+    """As DenseLoads, with those of the scales."""
+
+    tma_atom_q: cute.CopyAtom
+    mQ: cute.Tensor
+    tma_atom_k: cute.CopyAtom
+    mK: cute.Tensor
+    tma_atom_v: cute.CopyAtom
+    mV: cute.Tensor
+    tma_atom_k_scales: cute.CopyAtom
+    mKScales: cute.Tensor
+    tma_atom_v_scales: cute.CopyAtom
+    mVScales: cute.Tensor
 
 
 class MlaLoads(NamedTuple):

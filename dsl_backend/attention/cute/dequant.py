@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dequantization warps: convert fp8 tiles of K and V to 16 bits in shared memory.
+"""Dequantization warps: convert fp8 and NVFP4 tiles of K and V to 16 bits in shared memory.
 
 TMA fills fp8 stages of their own (barriers `_loaded` and `_taken`). The dequantization warps fill the 16-bit stages,
 which for a 16-bit cache TMA fills, so that the MMA warps are the same for both.
@@ -13,8 +13,8 @@ from cutlass import cute
 from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.primitives.math import e4m3_to_f16, e5m2_to_f16
-from dsl_backend.quant.format import E4M3, E5M2
+from dsl_backend.primitives.math import e4m3_to_f16, e4m3_to_f16_twice, e5m2_to_f16, scaled_e2m1_to_f16
+from dsl_backend.quant.format import E4M3, E5M2, KV_BLOCK
 
 WARPS = WARPGROUP // 32
 VECTOR = 4  # words of a vector of 16 bytes
@@ -47,6 +47,9 @@ class DequantTiles:
     Consecutive threads take consecutive vectors of 16 elements. If a row has eight vectors, the second four of a row
     are swapped with those of the next row, so that the reads and the writes of eight lanes hit every bank once.
 
+    Attributes:
+        source_words: of 16 elements. words: in registers, of 16 elements with what else they need.
+
     Args:
         kv: format of the source.
         copied: elements of a row in one TMA box.
@@ -58,10 +61,13 @@ class DequantTiles:
         num_ctas: CTAs whose TMA loads write to this CTA's source (multicast).
     """
 
+    source_words = words = VECTOR
+
     def __init__(self, kv, copied, source, target, rings, columns=None, part=(0, 1), num_ctas=1):
         self.rows, width, self.dequant_stages = (cute.size(source, mode=[i]) for i in range(3))
+        width = width * VECTOR // self.source_words
         self.stages, self.numeric = cute.size(target, mode=[2]), target.element_type
-        self.convert_word = FP8_TO_F16[kv]
+        self.kv = kv
         part_idx, self.parts = part
         self.loaded, self.taken, self.full, self.empty = (mbars + part_idx for mbars in rings)
         self.num_ctas, self.thread = num_ctas, cute.arch.thread_idx()[0] % WARPGROUP
@@ -69,12 +75,13 @@ class DequantTiles:
         self.vectors = self.rows * len(columns) // 16
         self.box_vectors = copied // 16  # of a row in one TMA box
         self.chunk_vectors = 2 * min(self.box_vectors, 4)  # of a row in one swizzled chunk
-        self.source = as_vectors(source, self.rows * width // 16, self.dequant_stages)
+        self.source = as_vectors(source, self.rows * width // 16, self.dequant_stages, self.source_words)
         self.target = as_vectors(target, self.rows * width // 8, self.stages)
         first = self.rows * columns.start // 16
         vector = self.thread % self.box_vectors
         row = (self.thread // self.box_vectors) ^ (vector // 4)
         index = row * self.chunk_vectors + vector % 4 * 2
+        self.row, self.vector, self.row_vectors = row, vector, width // 16
         self.read = first + row * self.box_vectors + vector
         self.write = (
             2 * first + (index ^ (index // 8 % self.chunk_vectors)) + vector // 4 * self.rows * self.chunk_vectors
@@ -87,12 +94,12 @@ class DequantTiles:
         fp8_stage, stage = kv_idx % dequant_stages, kv_idx % stages
         cute.arch.mbarrier_wait(self.loaded + fp8_stage * parts, (kv_idx // dequant_stages) & 1)
         rounds = cutlass.const_expr(-(-self.vectors // WARPGROUP))
-        words = cute.make_rmem_tensor((VECTOR, VECTORS_IN_FLIGHT), cutlass.Int32)
+        words = cute.make_rmem_tensor((self.words, VECTORS_IN_FLIGHT), cutlass.Int32)
         for first in cutlass.range_constexpr(0, rounds, VECTORS_IN_FLIGHT):
             last = cutlass.const_expr(min(first + VECTORS_IN_FLIGHT, rounds))
             for i in cutlass.range_constexpr(first, last):
                 if self.thread < self.vectors - i * WARPGROUP:
-                    cute.autovec_copy(self.source[None, self.read + i * WARPGROUP, fp8_stage], words[None, i - first])
+                    self.load(i, fp8_stage, words[None, i - first])
             if cutlass.const_expr(first == 0):
                 cute.arch.mbarrier_wait(self.empty + stage * parts, ((kv_idx // stages) & 1) ^ 1)
             for i in cutlass.range_constexpr(first, last):
@@ -105,9 +112,18 @@ class DequantTiles:
         cute.arch.fence_proxy("async.shared", space="cta")
         arrive_warp(self.full + stage * parts)
 
+    @cute.jit
+    def load(self, i: cutlass.Constexpr[int], stage: cutlass.Int32, words: cute.Tensor):
+        """Load a thread's i-th 16 elements."""
+        cute.autovec_copy(self.source[None, self.read + i * WARPGROUP, stage], words)
+
+    def box_and_row(self, i: int) -> tuple[int, int]:
+        """By how many boxes and rows a thread's i-th 16 elements lie behind its first ones."""
+        return divmod(i * WARPGROUP // self.box_vectors, self.rows)
+
     def offset(self, i: int) -> int:
         """Offset of a thread's i-th target vector from its first one, in vectors."""
-        chunk, row = divmod(i * WARPGROUP // self.box_vectors, self.rows)
+        chunk, row = self.box_and_row(i)
         return (chunk * self.rows * max(1, self.box_vectors // 4) + row) * self.chunk_vectors
 
     @cute.jit
@@ -115,10 +131,63 @@ class DequantTiles:
         """Store 16 elements as two vectors, whose swizzled indices differ in bit 0 alone."""
         words = cute.make_rmem_tensor((VECTOR, 2), cutlass.Int32)
         for i in cutlass.range_constexpr(VECTOR):
-            low, high = self.convert_word(fp8_words[i], self.numeric)
+            low, high = FP8_TO_F16[self.kv](fp8_words[i], self.numeric)
             words[2 * i], words[2 * i + 1] = low, high
+        self.store_vectors(words, index, stage)
+
+    @cute.jit
+    def store_vectors(self, words: cute.Tensor, index: cutlass.Int32, stage: cutlass.Int32):
         cute.autovec_copy(words[None, 0], self.target[None, index, stage])
         cute.autovec_copy(words[None, 1], self.target[None, index ^ 1, stage])
+
+
+class Nvfp4DequantTiles(DequantTiles):
+    """The same of NVFP4: a thread's 16 elements are a block, two words, with a scale.
+
+    Args:
+        source: `tiles.Nvfp4Stages`.
+    """
+
+    source_words, words = 2, 3
+
+    def __init__(self, kv, copied, source, target, rings):
+        super().__init__(kv, copied, source.elements, target, rings)
+        (box_blocks, boxes), _, _ = source.scales.shape
+        _, step = source.scales.stride[0]
+        self.box, self.box_bytes = box_blocks * KV_BLOCK, step
+        layout = cute.make_layout((boxes * step, self.dequant_stages), stride=(1, boxes * step))
+        self.scales = cute.make_tensor(source.scales.iterator, layout)
+        self.first_scale = self.scale_of_row(self.row) + self.vector
+
+    def scale_of_row(self, row):
+        """Offset of a row's scales in a stage."""
+        return row // self.box * self.box_bytes + row % self.box * self.row_vectors
+
+    def scale_index(self, i: int) -> cutlass.Int32:
+        """Offset of the scale of a thread's i-th 16 elements."""
+        (box, row), rows = self.box_and_row(i), WARPGROUP // self.box_vectors
+        if rows % self.box == 0 or self.box % rows == 0:
+            # Whole boxes further, or in the same box.
+            return self.first_scale + self.scale_of_row(row) + box * self.box_vectors
+        return self.scale_of_row(self.row + row) + self.vector + box * self.box_vectors
+
+    @cute.jit
+    def load(self, i: cutlass.Constexpr[int], stage: cutlass.Int32, words: cute.Tensor):
+        elements = cute.make_rmem_tensor(self.source_words, cutlass.Int32)
+        cute.autovec_copy(self.source[None, self.read + i * WARPGROUP, stage], elements)
+        words[0], words[1] = elements[0], elements[1]
+        words[2] = cutlass.Int32(self.scales[self.scale_index(i), stage])
+
+    @cute.jit
+    def store(self, nvfp4_words: cute.Tensor, index: cutlass.Int32, stage: cutlass.Int32):
+        """As of fp8; a block's elements are multiplied with its scale, exactly."""
+        words = cute.make_rmem_tensor((VECTOR, 2), cutlass.Int32)
+        scale = e4m3_to_f16_twice(nvfp4_words[2])
+        for i in cutlass.range_constexpr(2):
+            found = scaled_e2m1_to_f16(nvfp4_words[i], scale, self.numeric)
+            for j in cutlass.range_constexpr(VECTOR):
+                words[j, i] = found[j]
+        self.store_vectors(words, index, stage)
 
 
 class DequantWarps:
@@ -129,10 +198,14 @@ class DequantWarps:
         sK, sV: 16-bit stages, which MMAs read.
     """
 
+    tiles_type = DequantTiles
+
     def __init__(self, kernel, work_pipeline, barriers, sK_tma, sK, sV_tma, sV):
         self.work_pipeline, b = work_pipeline, barriers
-        self.keys = DequantTiles(kernel.key.kv, kernel.copied, sK_tma, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty))
-        self.values = DequantTiles(
+        self.keys = self.tiles_type(
+            kernel.key.kv, kernel.copied, sK_tma, sK, (b.k_loaded, b.k_taken, b.k_full, b.k_empty)
+        )
+        self.values = self.tiles_type(
             kernel.key.kv, kernel.copied_v, sV_tma, sV, (b.v_loaded, b.v_taken, b.v_full, b.v_empty)
         )
 
@@ -152,6 +225,12 @@ class DequantWarps:
             tile_count += 1
             work = self.work_pipeline.consume(tile_count)
             valid = work.valid
+
+
+class Nvfp4DequantWarps(DequantWarps):
+    """The same of NVFP4; sK_tma and sV_tma are `tiles.Nvfp4Stages`."""
+
+    tiles_type = Nvfp4DequantTiles
 
 
 class MlaDequantWarps:
@@ -196,8 +275,8 @@ class MlaDequantWarps:
             valid = work.valid
 
 
-def as_vectors(tensor: cute.Tensor, vectors: int, stages: int) -> cute.Tensor:
+def as_vectors(tensor: cute.Tensor, vectors: int, stages: int, words: int = VECTOR) -> cute.Tensor:
     """View [word, vector, stage] in the order of addresses, regardless of the swizzle."""
-    layout = cute.make_layout((VECTOR, vectors, stages), stride=(1, VECTOR, VECTOR * vectors))
+    layout = cute.make_layout((words, vectors, stages), stride=(1, words, words * vectors))
     pointer = cute.make_ptr(cutlass.Int32, tensor.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
     return cute.make_tensor(pointer, layout)

@@ -124,4 +124,4 @@ def shortest_of_split(
 
 def key_bytes(spec: AttentionSpec) -> int:
     """Bytes of a key and its value."""
-    return (spec.head_dim + spec.head_dim_v) * spec.kv_dtype.itemsize
+    return spec.kv.row_bytes(spec.head_dim) + spec.kv.row_bytes(spec.head_dim_v)

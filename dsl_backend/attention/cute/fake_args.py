@@ -86,7 +86,7 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
         cutlass.Float32(1.0),
         fake_vector(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         fake_vector(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
-        *[fake_scale(key.heads_kv) if key.kv.fp8 else None] * 2,
+        *[fake_scale(key.heads_kv) if key.kv.quantized else None] * 2,
     )
 
 

@@ -121,8 +121,8 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 
 
 def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    """The scales of fp8 keys and values, each (heads_kv,); None for caches of 16 bits."""
-    if not spec.is_fp8_kv:
+    """The scales of quantized keys and values, each (heads_kv,); None for caches of 16 bits."""
+    if not spec.is_quantized_kv:
         return None, None
     assert operands.k_scale is not None
     assert operands.v_scale is not None
@@ -264,7 +264,7 @@ class LayerKernel(Kernel):
     def scoring(self, operands: Operands) -> Any:
         """The ScoreModArgs of a launch."""
         sinks, slopes = operands.sinks, operands.alibi_slopes
-        if sinks is None and slopes is None and not self.spec.is_fp8_kv:
+        if sinks is None and slopes is None and not self.spec.is_quantized_kv:
             return self.plain_scoring
         return ScoreModArgs(self.spec.scale, self.spec.softcap, sinks, slopes, *scales_of(self.spec, operands))
 

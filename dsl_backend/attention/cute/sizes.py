@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes shared by configurations and kernels. Does not import CuTe DSL."""
 
+import math
 from typing import Any
+
+from dsl_backend.quant.format import KV_BLOCK, KVFormat
 
 WARPGROUP = 128
 MBARRIER_BYTES = 8
@@ -10,6 +13,7 @@ MAX_O_COLUMNS = 256
 WORK_TILE_SMEM_BYTES = 256  # of scheduler/work_tile.py: two items, their barriers, room to align them
 CLC_RESPONSE_BYTES = 16
 FP8_K_BLOCK = 32  # elements of a row that one MMA of 8 bits takes
+TMA_BOX_ALIGNMENT = 128  # bytes: of a box in shared memory
 # Bytes of keys and values whose requests are processed together: half an H200's L2.
 L2_SECTION_BYTES = 25 << 20
 MAX_P_EXPONENT = 8.8  # of P in e4m3: at most 2^8.8 = 445.7, and e4m3 holds 448
@@ -28,6 +32,19 @@ def chunk(dim: int) -> int:
 def fp8_chunk(dim: int) -> int:
     """Elements of an fp8 row in one TMA box: the widest of up to 128 bytes that divides a padded head dimension."""
     return next(width for width in (128, 64, 32, 16) if padded(dim) % width == 0)
+
+
+def scale_box_bytes(dim: int, box: int) -> int:
+    """Bytes from one TMA box of NVFP4 scales to the next one in shared memory: those of `box` rows, aligned."""
+    return -(-box * dim // (KV_BLOCK * TMA_BOX_ALIGNMENT)) * TMA_BOX_ALIGNMENT
+
+
+def dequant_stage_bytes(kv: KVFormat, dim: int, tile_n: int, page_size: int | None) -> int:
+    """Bytes of a stage of K or V as a quantized cache stores them."""
+    if not kv.nvfp4:
+        return tile_n * kv.row_bytes(dim)
+    box = math.gcd(page_size or tile_n, tile_n)
+    return tile_n * dim // 2 + tile_n // box * scale_box_bytes(dim, box)
 
 
 def v_splits(dim_v: int) -> int:

@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import cute
@@ -18,9 +18,9 @@ from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FixedSplitKVTileScheduler
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModKey
-from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, v_splits
+from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, scale_box_bytes, v_splits
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.quant.format import KVFormat
+from dsl_backend.quant.format import KV_BLOCK, KVFormat
 
 VECTOR = 8  # elements of 16 bytes
 NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
@@ -40,7 +40,7 @@ class LayerKey:
         heads_q, heads_kv: of the layer.
         pack_gqa: query heads whose rows share a tile.
         page_size: tokens of a page; 0 if keys and values are packed.
-        kv: format of the cache. If that is fp8, dtype is that of queries and outputs alone.
+        kv: format of the cache. If that is quantized, dtype is that of queries and outputs alone.
         causality: `full`, `causal` or `per_request`.
         has_window_left, has_window_right: whether the window ends on that side.
         lse: whether to store the LSE.
@@ -83,7 +83,7 @@ class LayerKey:
     @property
     def scaled_by_head(self) -> bool:
         """Whether KV heads may have different dequantization scales."""
-        return self.kv.fp8 and self.heads_kv > 1
+        return self.kv.quantized and self.heads_kv > 1
 
     @property
     def v_splits(self) -> int:
@@ -98,12 +98,25 @@ class LayerKey:
     @property
     def key_bytes(self) -> int:
         """Bytes of a key and of one split of its value."""
-        return (self.head_dim + self.columns) * self.kv.itemsize
+        return self.kv.row_bytes(self.head_dim) + self.kv.row_bytes(self.columns)
 
     @property
     def head_blocks(self) -> int:
         """Head blocks of a token: groups of packed heads, times splits of head_dim_v."""
         return self.heads_q // self.pack_gqa * self.v_splits
+
+
+class Nvfp4Stages(NamedTuple):
+    """Stages of K or of V as they are stored, bytes.
+
+    Attributes:
+        elements: (key, pair of elements, stage).
+        scales: (KV_BLOCK keys, byte, stage): those of a key lie behind one another, and the next key's of the TMA box
+            behind them.
+    """
+
+    elements: cute.Tensor
+    scales: cute.Tensor
 
 
 class TiledKernel:
@@ -112,8 +125,8 @@ class TiledKernel:
     Attributes:
         dims, dims_v: elements of a K row, and of a V row's split, padded.
         chunk, chunk_v: elements of a row in one swizzled chunk.
-        dtype_v: of V in the MMA. fp8 converts to float16 exactly, by one instruction. K takes the queries' dtype, whose
-            range may exceed that of float16.
+        dtype_v: of V in the MMA. fp8 converts to float16 exactly, by one instruction, and NVFP4 by two. K takes the
+            queries' dtype, whose range may exceed that of float16.
         copied, copied_v: elements of a K or V row in one TMA box.
         tokens_per_tile: tokens whose packed heads are a tile's query rows.
         most_boxes: TMA boxes of a query tile. If there are several, only those with tokens of the work tile are loaded.
@@ -143,9 +156,9 @@ class TiledKernel:
         self.rows_loaded = self.box_tokens * key.pack_gqa
         self.math_clears = self.box_tokens < self.tokens_per_tile
         self.box = box_rows(key.page_size, self.tile_n)
-        self.dtype_v = cutlass.Float16 if key.kv.fp8 else self.dtype
-        self.copied = fp8_chunk(key.head_dim) if key.kv.fp8 else self.chunk
-        self.copied_v = fp8_chunk(key.columns) if key.kv.fp8 else self.chunk_v
+        self.dtype_v = cutlass.Float16 if key.kv.quantized else self.dtype
+        self.copied = fp8_chunk(key.head_dim) if key.kv.quantized else self.chunk
+        self.copied_v = fp8_chunk(key.columns) if key.kv.quantized else self.chunk_v
 
     def atom(self, width: int):
         """The swizzled layout atom of rows of `width` elements."""
@@ -167,21 +180,38 @@ class TiledKernel:
         """(row, column) of one chunk, as TMA writes it."""
         return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
 
+    def stored(self, elements: int) -> int:
+        """Columns of a tensor of K or V for so many elements: NVFP4 has two in a byte."""
+        return elements // 2 if self.key.kv.nvfp4 else elements
+
     def loaded(self, allocator, sK: cute.Tensor, sV: cute.Tensor):
-        """The tensors that TMA loads K and V into: those of the MMAs, or for an fp8 cache its own stages."""
-        if not self.key.kv.fp8:
+        """The tensors that TMA loads K and V into: those of the MMAs, or for a quantized cache its own stages."""
+        if not self.key.kv.quantized:
             return sK, sV
-        widths = ((self.dims, self.copied), (self.dims_v, self.copied_v))
-        layouts = [fp8_smem_layout(self.tile_n, width, copied, self.config.dequant_stages) for width, copied in widths]
-        return [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
+        widths, stages = ((self.dims, self.copied), (self.dims_v, self.copied_v)), self.config.dequant_stages
+        layouts = [
+            fp8_smem_layout(self.tile_n, self.stored(width), self.stored(copied), stages) for width, copied in widths
+        ]
+        found = [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
+        if not self.key.kv.nvfp4:
+            return found
+        layouts = [self.scale_layout(width, stages) for width, _ in widths]
+        scales = [allocator.allocate_tensor(cutlass.Uint8, layout, byte_alignment=128) for layout in layouts]
+        return [Nvfp4Stages(*pair) for pair in zip(found, scales, strict=True)]
+
+    def scale_layout(self, width: int, stages: int) -> cute.Layout:
+        """[KV_BLOCK keys, byte, stage] of NVFP4 scales in shared memory: one TMA box after another, aligned."""
+        boxes, step = self.tile_n // self.box, scale_box_bytes(width, self.box)
+        shape = ((self.box // KV_BLOCK, boxes), width, stages)
+        return cute.make_layout(shape, stride=((width, step), 1, boxes * step))
 
     def value_box(self):
         return self.key_box(self.dims_v)
 
     def key_box(self, width: int):
         """The layout in shared memory of one TMA box of K or V, and the box's shape."""
-        if self.key.kv.fp8:
-            return fp8_tma_box(self.box, fp8_chunk(width))
+        if self.key.kv.quantized:
+            return fp8_tma_box(self.box, self.stored(fp8_chunk(width)))
         return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
@@ -190,7 +220,7 @@ class TiledKernel:
 
     def loads(self, tensors: DenseTensors) -> DenseLoads:
         """The TMA atoms, and each tensor as its atom takes it."""
-        key, (q, keys, values) = self.key, tensors
+        key, (q, keys, values) = self.key, tensors[:3]
         load = self.load_op()
         tokens, _, width = q.shape
         if key.pack_gqa == 1:

@@ -18,12 +18,12 @@ import triton.language as tl
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.attention.triton.configs import TileConfig, key_blocks, value_blocks
-from dsl_backend.quant.format import E4M3, E5M2
+from dsl_backend.quant.format import E4M3, E5M2, NVFP4_KV
 from dsl_backend.runtime.target import Target
 
 # They change from step to step.
 STEP_ARGUMENTS = ["num_requests", "min_seqlen_q", "max_seqlen_q"]
-# Elements from one key head's fp8 scale to the next one's: a checkpoint decides them, after kernels are warmed up.
+# Elements from one key head's scale to the next one's: a checkpoint decides them, after kernels are warmed up.
 SCALE_STRIDES = ["k_scale_stride", "v_scale_stride"]
 CAUSALITY_CODES = {Causality.FULL: 0, Causality.CAUSAL: 1, Causality.PER_REQUEST: 2}
 
@@ -51,6 +51,7 @@ class Layer(NamedTuple):
     alibi: Any
     mla: Any
     e5m2: Any
+    nvfp4: Any
 
 
 class Tiles(NamedTuple):
@@ -97,7 +98,10 @@ class Rows(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """(pages, page_size, heads, ...), or (tokens, heads, ...) with a page stride of 0; strides in elements."""
+    """(pages, page_size, heads, ...), or (tokens, heads, ...) with a page stride of 0; strides in elements.
+
+    NVFP4: of the packed elements, in bytes; scales follow those of a page, an eighth of the strides apart.
+    """
 
     ptr: Any
     page_stride: Any
@@ -175,6 +179,7 @@ def layer_of(spec: AttentionSpec) -> Layer:
         spec.alibi,
         spec.mla,
         spec.kv == E5M2,
+        spec.kv.nvfp4,
     )
     return layer
 
@@ -199,6 +204,8 @@ def rows_of(tensor: torch.Tensor | None) -> Rows:
 
 
 def cache_of(tensor: torch.Tensor, target: Target) -> Cache:
+    if tensor.dtype == NVFP4_KV.dtype:
+        tensor = NVFP4_KV.parts(tensor)[0]
     strides = tensor.stride()[:-1]
     return Cache(kv_storage(tensor, target), *(strides if len(strides) == 3 else (0, *strides)))
 
@@ -238,8 +245,8 @@ def score_mod_of(spec: AttentionSpec, operands: Operands) -> ScoreModArgs:
         spec.scale / math.log(2),
         operands.sinks,
         operands.alibi_slopes,
-        operands.k_scale if spec.is_fp8_kv else None,
-        operands.v_scale if spec.is_fp8_kv else None,
+        operands.k_scale if spec.is_quantized_kv else None,
+        operands.v_scale if spec.is_quantized_kv else None,
     )
 
 

@@ -44,7 +44,7 @@ def value_blocks(spec: AttentionSpec) -> tuple[int, int]:
 
 def narrowest_block(spec: AttentionSpec) -> int:
     """64 for fp8: blocks 32 wide came out wrong or faulted (Triton 3.6.0, H200; head sizes 88 and 160)."""
-    return 64 if spec.is_fp8_kv else 16
+    return 64 if spec.is_quantized_kv else 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,11 @@ class TileConfig:
             return 4 * (self.block_m * (row + self.block_n) + self.block_n * max(row, value_row))
         tensor_memory = target.tcgen05 and self.block_m >= 64
         # fp8 tiles are widened on their way to tcgen05: one stage less waits for it.
-        from_shared = (target.wgmma and self.block_m >= 64) or (tensor_memory and not spec.is_fp8_kv)
+        from_shared = (target.wgmma and self.block_m >= 64) or (tensor_memory and not spec.is_quantized_kv)
         tiles = self.num_stages if from_shared else max(1, self.num_stages - 1)
         staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
         # The latent of an fp8 cache is both operands, widened once for both.
-        widened = 2 * self.block_n * (row + value_row) if spec.is_fp8_kv and (spec.mla or tensor_memory) else 0
+        widened = 2 * self.block_n * (row + value_row) if spec.is_quantized_kv and (spec.mla or tensor_memory) else 0
         # Triton 3.6.0 needs as much more as copies of two latent tiles take; 3.9.0 does not.
         copied = 4 * self.block_n * spec.head_dim_v if spec.mla and tensor_memory and not spec.is_fp8_kv else 0
         return staged + widened + copied + 2 * self.block_m * (row + self.block_n)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.triton.args import number_of
-from dsl_backend.quant.triton.convert import dequantize
+from dsl_backend.quant.triton.convert import dequantize, e2m1_to_f32
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
@@ -230,6 +230,43 @@ def key_rows(cache, tile, n0, pages, LAYER, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def load_kv(
+    cache,
+    tile,
+    n0,
+    pages,
+    inside,
+    FIRST: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    dtype: tl.constexpr,
+    LAYER,
+    BLOCK_N: tl.constexpr,
+):
+    """Elements FIRST ... FIRST + BLOCK_D - 1 of the keys or values n0 ... n0 + BLOCK_N - 1, in `dtype`, as `load_rows`.
+
+    Scales of NVFP4's blocks are multiplied with, those of the tensor or the head are not.
+    """
+    rows = key_rows(cache, tile, n0, pages, LAYER, BLOCK_N)
+    if LAYER.nvfp4:
+        d = FIRST + tl.arange(0, BLOCK_D)
+        keep = (d < DIM)[None, :]
+        if MASKED:
+            keep = keep & inside[:, None]
+        packed = tl.load(cache.ptr + rows[:, None] + (d // 2)[None, :], mask=keep, other=0)
+        # Scales lie behind the page's elements, in the same order: an eighth as far apart.
+        page = pages.to(tl.int64) * cache.page_stride
+        scale_rows = page + LAYER.page_size * LAYER.heads_kv * (DIM // 2) + (rows - page) // 8
+        scales = tl.load(cache.ptr + scale_rows[:, None] + (d // 16)[None, :], mask=keep, other=0)
+        elements = e2m1_to_f32(packed >> ((d % 2) * 4).to(tl.uint8)[None, :])
+        return (elements * dequantize(scales, tl.float32, False)).to(dtype)
+    else:
+        stored = load_rows(cache.ptr, rows, inside, FIRST, BLOCK_D, DIM, MASKED)
+        return dequantize(stored, dtype, LAYER.e5m2)
+
+
+@triton.jit
 def score_mod(acc_s, tile, distance, LAYER):
     """q·k [m, n] to base-2 scores: scale, softcap, ALiBi over distance = n - position."""
     scores = acc_s * tile.scale_log2
@@ -264,12 +301,13 @@ def attend_tile(softmax, tile, n0, pages, tensors, LAYER, BLOCK_N: tl.constexpr,
     if LAYER.window_size_left >= 0:
         # Pages below the first row's window may belong to another request by now: a P of 0 times NaN is NaN.
         inside = inside & (n >= tl.min(tile.position, 0) - LAYER.window_size_left)
-    k_rows = key_rows(tensors.k, tile, n0, pages, LAYER, BLOCK_N)
-    k1 = dequantize(load_rows(tensors.k.ptr, k_rows, inside, 0, LAYER.d1, LAYER.head_dim, MASKED), dtype, LAYER.e5m2)
+    k1 = load_kv(tensors.k, tile, n0, pages, inside, 0, LAYER.d1, LAYER.head_dim, MASKED, dtype, LAYER, BLOCK_N)
     acc_s = dot(tile.q1, tl.trans(k1), tl.zeros([tile.q1.shape[0], BLOCK_N], tl.float32))
     if LAYER.d2 > 0:
-        k2 = load_rows(tensors.k.ptr, k_rows, inside, LAYER.d1, LAYER.d2, LAYER.head_dim, MASKED)
-        acc_s = dot(tile.q2, tl.trans(dequantize(k2, dtype, LAYER.e5m2)), acc_s)
+        k2 = load_kv(
+            tensors.k, tile, n0, pages, inside, LAYER.d1, LAYER.d2, LAYER.head_dim, MASKED, dtype, LAYER, BLOCK_N
+        )
+        acc_s = dot(tile.q2, tl.trans(k2), acc_s)
     distance = n[None, :] - tile.position[:, None]
     scores = score_mod(acc_s, tile, distance, LAYER)
     if MASKED:
@@ -286,12 +324,24 @@ def attend_tile(softmax, tile, n0, pages, tensors, LAYER, BLOCK_N: tl.constexpr,
     if LAYER.mla:
         acc1 = dot(probs, k1, acc1)
     else:
-        v_rows = key_rows(tensors.v, tile, n0, pages, LAYER, BLOCK_N)
-        v1 = load_rows(tensors.v.ptr, v_rows, inside, 0, LAYER.dv1, LAYER.head_dim_v, MASKED)
-        acc1 = dot(probs, dequantize(v1, dtype, LAYER.e5m2), acc1)
+        v1 = load_kv(tensors.v, tile, n0, pages, inside, 0, LAYER.dv1, LAYER.head_dim_v, MASKED, dtype, LAYER, BLOCK_N)
+        acc1 = dot(probs, v1, acc1)
         if LAYER.dv2 > 0:
-            v2 = load_rows(tensors.v.ptr, v_rows, inside, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v, MASKED)
-            acc2 = dot(probs, dequantize(v2, dtype, LAYER.e5m2), acc2 * acc_scale[:, None])
+            v2 = load_kv(
+                tensors.v,
+                tile,
+                n0,
+                pages,
+                inside,
+                LAYER.dv1,
+                LAYER.dv2,
+                LAYER.head_dim_v,
+                MASKED,
+                dtype,
+                LAYER,
+                BLOCK_N,
+            )
+            acc2 = dot(probs, v2, acc2 * acc_scale[:, None])
     return Softmax(acc1, acc2, row_max, row_sum)
 
 

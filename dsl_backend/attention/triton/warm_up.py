@@ -37,6 +37,14 @@ def warm_up(attend: Attend, max_query_len: int, operands: Iterator[Operands], sp
 def caches(spec: AttentionSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A page of what is written, keys and values, or latent and rope parts, as vLLM lays them out: side by side."""
     dims = spec.written_dims
+    if spec.kv.nvfp4:
+        keys, values = (
+            torch.zeros(1, spec.heads_kv, spec.page_size or 1, spec.kv.width(dim), dtype=torch.uint8, device=device)
+            .transpose(1, 2)
+            .view(spec.kv_dtype)
+            for dim in dims
+        )
+        return keys, values
     pages = torch.zeros(1, spec.page_size or 1, spec.heads_kv, sum(dims), dtype=spec.kv_dtype, device=device)
     written, beside = pages.split_with_sizes(dims, -1)
     return written, beside
@@ -65,7 +73,7 @@ def query_rows(spec: AttentionSpec, device: torch.device) -> Iterator[torch.Tens
 def operands_of(spec: AttentionSpec, device: torch.device, lse: bool, sinks: torch.dtype | None) -> Iterator[Operands]:
     """The operands of a layer, of one token."""
     keys, values = attended(spec, device)
-    scale = torch.ones(1, device=device) if spec.is_fp8_kv else None
+    scale = torch.ones(1, device=device) if spec.is_quantized_kv else None
     for q in query_rows(spec, device):
         yield Operands(
             q=q,

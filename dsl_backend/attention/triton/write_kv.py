@@ -12,8 +12,8 @@ from dsl_backend.attention.protocol import Writes
 from dsl_backend.attention.triton.args import SCALE_STRIDES, cache_of, constants, rows_of, scale_stride
 from dsl_backend.attention.triton.configs import power_of_2
 from dsl_backend.attention.triton.warm_up import caches
-from dsl_backend.quant.format import E5M2, is_fp8
-from dsl_backend.quant.triton.convert import quantize
+from dsl_backend.quant.format import E5M2, KVFormat, format_of
+from dsl_backend.quant.triton.convert import dequantize, f32_to_e2m1, quantize
 from dsl_backend.runtime.target import Target, triton_interpreted
 
 
@@ -26,6 +26,7 @@ class Layout(NamedTuple):
     block_d: Any
     block_dv: Any
     e5m2: Any
+    nvfp4: Any
 
 
 @triton.jit
@@ -37,6 +38,32 @@ def copy_row(source, to, scale_ptr, scale_offset, DIM: tl.constexpr, BLOCK_D: tl
     elif to.dtype.element_ty != source.dtype.element_ty:
         row = row.to(tl.float32)
     tl.store(to + d, quantize(row, to.dtype.element_ty, E5M2), mask=d < DIM)
+
+
+@triton.jit
+def copy_row_nvfp4(
+    source, cache, page, offset, scale_ptr, scale_offset, first_scale, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Store a row in NVFP4 at `offset` of a page's elements, and its scales, of which the page's begin at first_scale.
+
+    A thread has pairs of neighbouring elements. All divisions are rounded as IEEE 754 says: the reference's bits.
+    """
+    blocks, pairs = tl.arange(0, BLOCK_D // 16)[:, None], tl.arange(0, 8)[None, :]
+    d = blocks * 16 + pairs * 2
+    divisor = tl.load(scale_ptr + scale_offset)
+    even = tl.div_rn(tl.load(source + d, mask=d < DIM, other=0.0).to(tl.float32), divisor)
+    odd = tl.div_rn(tl.load(source + d + 1, mask=d < DIM, other=0.0).to(tl.float32), divisor)
+    largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+    nan = tl.max(((even != even) | (odd != odd)).to(tl.int32), 1)
+    block_scale = tl.where(nan != 0, float("nan"), tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)))
+    code = quantize(block_scale, tl.uint8, False)
+    rounded = dequantize(code, tl.float32, False)[:, None]
+    low = f32_to_e2m1(tl.div_rn(even, tl.broadcast_to(rounded, even.shape)))
+    high = f32_to_e2m1(tl.div_rn(odd, tl.broadcast_to(rounded, odd.shape)))
+    tl.store(cache.ptr + page * cache.page_stride + offset + d // 2, (low | high << 4).to(tl.uint8), mask=d < DIM)
+    block = tl.arange(0, BLOCK_D // 16)
+    scales = cache.ptr + page * cache.page_stride + first_scale + offset // 8
+    tl.store(scales + block, code, mask=block < DIM // 16)
 
 
 @triton.jit
@@ -60,16 +87,38 @@ def write_kv_kernel(
     page, in_page = slot // LAYOUT.page_size, slot % LAYOUT.page_size
     if slot < 0 or page >= pages:
         return
-    source, to = row_of(key, token, head), cached_row(key_cache, page, in_page, head)
-    copy_row(source, to, k_scale, head * k_scale_stride, LAYOUT.dim, LAYOUT.block_d, LAYOUT.e5m2)
-    source, to = row_of(value, token, head), cached_row(value_cache, page, in_page, head)
-    copy_row(source, to, v_scale, head * v_scale_stride, LAYOUT.dim_v, LAYOUT.block_dv, LAYOUT.e5m2)
+    k_row, v_row = row_of(key, token, head), row_of(value, token, head)
+    if LAYOUT.nvfp4:
+        rows = LAYOUT.page_size * tl.num_programs(1)
+        k_offset = in_page * key_cache.token_stride + head * key_cache.head_stride
+        v_offset = in_page * value_cache.token_stride + head * value_cache.head_stride
+        first, k_offset_of_scale, v_offset_of_scale = rows // 2, head * k_scale_stride, head * v_scale_stride
+        copy_row_nvfp4(
+            k_row, key_cache, page, k_offset, k_scale, k_offset_of_scale, first * LAYOUT.dim, LAYOUT.dim, LAYOUT.block_d
+        )
+        copy_row_nvfp4(
+            v_row,
+            value_cache,
+            page,
+            v_offset,
+            v_scale,
+            v_offset_of_scale,
+            first * LAYOUT.dim_v,
+            LAYOUT.dim_v,
+            LAYOUT.block_dv,
+        )
+    else:
+        to = cached_row(key_cache, page, in_page, head)
+        copy_row(k_row, to, k_scale, head * k_scale_stride, LAYOUT.dim, LAYOUT.block_d, LAYOUT.e5m2)
+        to = cached_row(value_cache, page, in_page, head)
+        copy_row(v_row, to, v_scale, head * v_scale_stride, LAYOUT.dim_v, LAYOUT.block_dv, LAYOUT.e5m2)
 
 
 @cache
-def layout_of(page_size: int, dim: int, dim_v: int, e5m2: bool) -> Layout:
+def layout_of(page_size: int, dim: int, dim_v: int, kv: KVFormat) -> Layout:
     """Kept, since every layer of a step asks."""
-    layout: Layout = constants(Layout, page_size, dim, dim_v, power_of_2(dim), power_of_2(dim_v), e5m2)
+    blocks = power_of_2(dim), power_of_2(dim_v)
+    layout: Layout = constants(Layout, page_size, dim, dim_v, *blocks, kv == E5M2, kv.nvfp4)
     return layout
 
 
@@ -90,9 +139,8 @@ def write_kv(
     tokens, heads = slot_mapping.shape[0], key.shape[1]
     if tokens == 0:
         return
-    fp8 = is_fp8(key_cache.dtype)
-    k_scale, v_scale = (k_scale, v_scale) if fp8 else (None, None)
-    e5m2 = key_cache.dtype == E5M2.dtype
+    kv = format_of(key_cache.dtype)
+    k_scale, v_scale = (k_scale, v_scale) if kv.quantized else (None, None)
     grid = (tokens, heads)
     launch = partial(write_kv_kernel.warmup, grid=grid) if key.is_meta else write_kv_kernel[grid]
     launch(
@@ -106,7 +154,7 @@ def write_kv(
         scale_stride(k_scale),
         scale_stride(v_scale),
         key_cache.shape[0],
-        layout_of(key_cache.shape[1], key.shape[-1], value.shape[-1], e5m2),
+        layout_of(key_cache.shape[1], key.shape[-1], value.shape[-1], kv),
         num_warps=1,
     )
 
@@ -120,7 +168,7 @@ class WriteKV(Writes):
         spec, meta = self.spec, torch.device("meta")
         key, value = (torch.empty(1, spec.heads_kv, dim, dtype=spec.dtype, device=meta) for dim in spec.written_dims)
         slot = torch.empty(1, dtype=torch.int64, device=meta)
-        scale = torch.empty(1, device=meta) if spec.is_fp8_kv else None
+        scale = torch.empty(1, device=meta) if spec.is_quantized_kv else None
         self(key, value, *caches(spec, meta), slot, scale, scale)
 
     def __call__(self, *arguments: torch.Tensor | None) -> None:

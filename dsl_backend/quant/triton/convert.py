@@ -39,3 +39,23 @@ def dequantize(x, dtype: tl.constexpr, E5M2: tl.constexpr):
         return tl.where((bits & 0x80) != 0, -magnitude, magnitude).to(dtype)
     else:
         return x.to(dtype)
+
+
+@triton.jit
+def e2m1_to_f32(code):
+    """The e2m1 in the low four bits of a uint8, as float32."""
+    exponent = (code.to(tl.int32) >> 1) & 3
+    mantissa = code.to(tl.int32) & 1
+    quarters = tl.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent).to(tl.float32)
+    return tl.where((code & 8) != 0, -0.25, 0.25) * quarters
+
+
+@triton.jit
+def f32_to_e2m1(x):
+    """The nearest e2m1 of a float32, ties to even, saturated at 6, as an int32 of four bits; NaN becomes 0."""
+    magnitude = tl.abs(x)
+    code = (magnitude > 0.25).to(tl.int32) + (magnitude >= 0.75).to(tl.int32) + (magnitude > 1.25).to(tl.int32)
+    code += (magnitude >= 1.75).to(tl.int32) + (magnitude > 2.5).to(tl.int32) + (magnitude >= 3.5).to(tl.int32)
+    code += (magnitude > 5.0).to(tl.int32)
+    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32) & 8
+    return tl.where(x != x, 0, code | sign)

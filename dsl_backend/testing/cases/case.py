@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.spec import AttentionSpec, Causality
+from dsl_backend.quant.format import NVFP4_KV
 from dsl_backend.testing.inputs import Problem, Surroundings, make_problem
 
 BF16, FP16, FP8, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -27,7 +28,7 @@ class Case:
         q_lens, kv_lens: tokens of each request; (0, 0) is padding.
         heads: query and key/value heads.
         dim: of a head's queries and keys; dim_v of its values where it differs.
-        fp8: keys and values are stored as fp8, of fp8_dtype.
+        fp8: keys and values are stored as fp8, of fp8_dtype; nvfp4: as NVFP4.
         scales_by_head: each key head has scales of its own.
         window: keys visible before and after a position.
         causal: of each request, and then Causality.PER_REQUEST.
@@ -53,6 +54,7 @@ class Case:
     dtype: torch.dtype = BF16
     fp8: bool = False
     fp8_dtype: torch.dtype = FP8
+    nvfp4: bool = False
     scales_by_head: bool = False
     page: int | None = 16
     scale: float | None = None
@@ -80,7 +82,7 @@ class Case:
             head_dim=self.dim,
             head_dim_v=self.dim if self.dim_v is None else self.dim_v,
             dtype=self.dtype,
-            kv_dtype=self.fp8_dtype if self.fp8 else self.dtype,
+            kv_dtype=NVFP4_KV.dtype if self.nvfp4 else self.fp8_dtype if self.fp8 else self.dtype,
             page_size=self.page,
             scale=1 / math.sqrt(self.dim) if self.scale is None else self.scale,
             causality=self.causality if self.causal is None else PER_REQUEST,

@@ -49,7 +49,7 @@ class LoadWarp:
         rolled: the boxes of a tile, and many chunks of one box, are loaded in a loop that is not unrolled. Unrolled,
             ptxas keeps an address for each in registers (CUDA 13.0), for which some load warps have no room.
         late_claims: the scheduler claims the next work tile when this one is nearly loaded, not when it is begun.
-        copied, copied_v: columns of one TMA box of K, and of V.
+        copied, copied_v: columns of one TMA box of K, and of V, as they are stored.
         own_boxes, first_box: of a tile, the boxes that this CTA loads.
     """
 
@@ -76,13 +76,13 @@ class LoadWarp:
         self.work_pipeline, self.barriers, self.requests = work_pipeline, barriers, requests
         self.tma_atom_k, self.tma_atom_v, self.mK, self.mV = loads.tma_atom_k, loads.tma_atom_v, loads.mK, loads.mV
         self.k_chunks, self.v_chunks = kernel.dims // kernel.copied, kernel.dims_v // kernel.copied_v
-        self.copied, self.copied_v = kernel.copied, kernel.copied_v
-        self.stages = self.config.dequant_stages if self.key.kv.fp8 else self.config.stages
-        column_bytes = self.tile_n * self.key.kv.itemsize
-        self.k_bytes, self.v_bytes = column_bytes * kernel.dims, column_bytes * kernel.dims_v
+        self.copied, self.copied_v = kernel.stored(kernel.copied), kernel.stored(kernel.copied_v)
+        self.stages = self.config.dequant_stages if self.key.kv.quantized else self.config.stages
+        kv = self.key.kv
+        self.k_bytes, self.v_bytes = (self.tile_n * kv.row_bytes(dims) for dims in (kernel.dims, kernel.dims_v))
         self.set_queries(kernel, loads, sQ)
-        self.sK = self.in_boxes(sK, self.box, kernel.copied)
-        self.sV = self.in_boxes(sV, self.box, kernel.copied_v)
+        self.sK = self.in_boxes(sK, self.box, self.copied)
+        self.sV = self.in_boxes(sV, self.box, self.copied_v)
 
     def set_queries(self, kernel: Any, loads: DenseLoads, sQ: cute.Tensor) -> None:
         """Set what Q is loaded from, and where to."""
@@ -288,6 +288,7 @@ class LoadWarp:
         pages: cutlass.Int32,
         stage: cutlass.Int32,
         full: cute.Pointer,
+        rows: int | None = None,
     ) -> None:
         """Load the chunks of all boxes of a tile of K or V.
 
@@ -295,16 +296,18 @@ class LoadWarp:
             source: [token, column, head, page], or packed [token, column, head]; target: [box, row, column, stage].
             width: columns of a chunk.
             tile: the key tile. pages: as `pages_of` gives them.
+            rows: of a box; by default a row is a key.
         """
+        rows = rows or self.box
         head = head_group_of(self.key, work.head_block) // self.group
         if self.page:
             # [box, box of a page, chunk, page]
-            gX = cute.group_modes(cute.flat_divide(source[None, None, head, None], (self.box, width)), 0, 2)
+            gX = cute.group_modes(cute.flat_divide(source[None, None, head, None], (rows, width)), 0, 2)
             tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), target, gX)
             self.load_boxes(atom, tXgX, tXsX, chunks, tile, pages, stage, full)
         else:
-            rows = cute.domain_offset((work.kv_source + tile * self.tile_n, 0), source[None, None, head])
-            gX = cute.group_modes(cute.local_tile(rows, (self.box, width), (0, None)), 0, 2)
+            keys = cute.domain_offset((work.kv_source + tile * self.tile_n, 0), source[None, None, head])
+            gX = cute.group_modes(cute.local_tile(keys, (rows, width), (0, None)), 0, 2)
             self.copy(atom, gX, target, stage, full, chunks)
 
     @cute.jit

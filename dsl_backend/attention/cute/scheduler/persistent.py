@@ -147,7 +147,9 @@ class DynamicPersistentTileScheduler(StaticPersistentTileScheduler):
     ) -> None:
         super().__init__(key, work_pipeline, tokens_per_tile, tile_n, requests)
         self.tile_count_semaphore: Any = tile_count_semaphore
-        self.section_keys = section_keys(key.heads_kv * (key.head_dim + key.head_dim_v) * key.kv.itemsize)
+        self.section_keys = section_keys(
+            key.heads_kv * (key.kv.row_bytes(key.head_dim) + key.kv.row_bytes(key.head_dim_v))
+        )
 
     @cute.jit
     def run(self):

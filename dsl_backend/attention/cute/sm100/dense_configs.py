@@ -12,6 +12,7 @@ from dsl_backend.attention.cute.sizes import (
     WARPGROUP,
     WORK_TILE_SMEM_BYTES,
     chunk,
+    dequant_stage_bytes,
     packed_gqa_heads,
     padded,
     v_split_dim,
@@ -93,7 +94,8 @@ class DenseConfig:
         rescale_threshold: base-2 growth of row_max up to which O is not rescaled (conditional rescale).
         ctas_per_sm: 1, since a CTA has all of an SM's shared memory.
         use_clc: query tiles come from cluster launch control rather than from counters in memory.
-        dequant_stages: fp8 stages of K, and of V, which a further warpgroup dequantizes. 0 where K and V have 16 bits.
+        dequant_stages: stages of K, and of V, as an fp8 or NVFP4 cache stores them, which a further warpgroup
+            dequantizes. 0 where K and V have 16 bits.
     """
 
     softmax_warpgroups: int = 2
@@ -171,7 +173,9 @@ class DenseConfig:
         if self.shared_kv_stages:
             columns = SHARED_STAGES * dims_v + self.stages * (dims - dims_v)
         keys = self.tile_n * columns // (CTA_PAIR if self.two_cta else 1)
-        fp8_bytes = self.dequant_stages * self.tile_n * (dims + dims_v)
+        stored_bytes = self.dequant_stages * sum(
+            dequant_stage_bytes(spec.kv, width, self.tile_n, spec.page_size) for width in (dims, dims_v)
+        )
         pipelines = self.query_stages + 2 * self.stages + 2 * self.dequant_stages
         of_s_stage = 3 + (self.late_p_keys > 0) + self.shared_s
         others = of_s_stage * self.s_stages + self.shared_s + self.stats_stages + 1
@@ -182,8 +186,8 @@ class DenseConfig:
             statistics = 4 * self.s_stages * self.swap_ab * SWAP_AB_STATS
             queries += self.s_stages * self.tile_n * self.swap_ab
         control = 2 * CLC_RESPONSE_BYTES if self.use_clc or self.two_cta else 0  # aligned, with its barriers
-        return (
-            spec.dtype.itemsize * (queries + keys) + fp8_bytes + barriers + statistics + control + WORK_TILE_SMEM_BYTES
+        return spec.dtype.itemsize * (queries + keys) + (
+            stored_bytes + barriers + statistics + control + WORK_TILE_SMEM_BYTES
         )
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
@@ -230,10 +234,10 @@ class DenseConfig:
         return reasons
 
     def dequant_objections(self, spec: AttentionSpec) -> list[str]:
-        """Why the stages of an fp8 cache cannot be so."""
-        if spec.is_fp8_kv == (self.dequant_stages > 0) and self.dequant_stages != 1:
+        """Why the stages of a quantized cache cannot be so."""
+        if spec.is_quantized_kv == (self.dequant_stages > 0) and self.dequant_stages != 1:
             return []
-        return [f"{self.dequant_stages} fp8 stages: 2 or more for an fp8 cache, 0 for others, are possible"]
+        return [f"{self.dequant_stages} fp8 stages: 2 or more for a quantized cache, 0 for others, are possible"]
 
     def batch_invariant_objections(self) -> list[str]:
         """Why a row's bits would depend on more than the row, or splits could not be folded."""
@@ -310,7 +314,7 @@ def default_config(spec: AttentionSpec) -> DenseConfig:
 def long_query_config(spec: AttentionSpec) -> DenseConfig:
     """The same for a layer that is not batch-invariant."""
     widest = max(spec.head_dim, spec.head_dim_v)
-    if spec.is_fp8_kv:
+    if spec.is_quantized_kv:
         softmax_warpgroups = 1 if widest > 256 or spec.head_dim_v > 128 else 2
         if widest <= 64:
             return DenseConfig(tile_n=128, dequant_stages=4)
@@ -353,7 +357,7 @@ def default_split_config(spec: AttentionSpec) -> DenseConfig:
 def batch_invariant_config(spec: AttentionSpec) -> DenseConfig:
     """For long queries of a batch-invariant layer."""
     config = replace(long_query_config(spec), ex2_emulation=0, shared_s=False, direct_output=False)
-    if spec.is_fp8_kv:
+    if spec.is_quantized_kv:
         # With the fold, ptxas 13.0 has no registers for P in two pieces: 56 bytes spill, and 8 without.
         config = replace(config, late_p_keys=0)
     # Keys of a tile that fit without a peer.
@@ -364,7 +368,7 @@ def batch_invariant_split_config(spec: AttentionSpec) -> DenseConfig:
     """For short queries of a batch-invariant layer: the same key tiles, so that the kernel changes no bit of a row."""
     long = batch_invariant_config(spec)
     widest = max(spec.head_dim, spec.head_dim_v)
-    stages = 2 if spec.is_fp8_kv or widest > 128 else 6 if widest <= 64 else 3
+    stages = 2 if spec.is_quantized_kv or widest > 128 else 6 if widest <= 64 else 3
     return replace(long, softmax_warpgroups=1, shared_kv_stages=False, stages=stages, query_stages=1)
 
 
@@ -374,7 +378,7 @@ def few_rows_config(spec: AttentionSpec, smem_bytes: int) -> DenseConfig | None:
     A Q tile has 4 KB rather than 32 KB, which leaves room for a third stage of K and V of 128 elements. Every thread
     has scores, where 8 heads of one token leave 120 of 128 rows without.
     """
-    if spec.is_fp8_kv or spec.batch_invariant:
+    if spec.is_quantized_kv or spec.batch_invariant:
         # A batch-invariant layer has one kernel.
         return None
     pack_gqa = packed_gqa_heads(spec.group)
@@ -388,7 +392,7 @@ def few_rows_config(spec: AttentionSpec, smem_bytes: int) -> DenseConfig | None:
 def split_tiles(spec: AttentionSpec) -> DenseConfig:
     """Tiles and stages for short queries."""
     widest = max(spec.head_dim, spec.head_dim_v)
-    if spec.is_fp8_kv:
+    if spec.is_quantized_kv:
         if widest > 256 or spec.head_dim_v > 128:
             return DenseConfig(softmax_warpgroups=1, tile_n=64 if widest <= 192 else 32, dequant_stages=2)
         # The fp8 stages are what is in flight from memory: small tiles, and many.
@@ -418,7 +422,10 @@ def deepest(tiles: DenseConfig, spec: AttentionSpec, smem_bytes: int) -> list[De
 
 def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig]:
     """Configurations for long queries that are worth a try and fit."""
-    tiles, dequant_stages = itertools.product((1, 2), TRIED_TILES), TRIED_DEQUANT_STAGES if spec.is_fp8_kv else (0,)
+    tiles, dequant_stages = (
+        itertools.product((1, 2), TRIED_TILES),
+        TRIED_DEQUANT_STAGES if spec.is_quantized_kv else (0,),
+    )
     sharing = (False, True) if spec.head_dim > spec.head_dim_v else (False,)
     shapes = itertools.product(tiles, (1, 2), TRIED_EX2_EMULATION, dequant_stages, sharing)
     for (softmax_warpgroups, tile_n), query_stages, ex2_emulation, fp8_stages, shared in shapes:
@@ -448,7 +455,7 @@ def variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig]:
 
 def split_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[DenseConfig]:
     """The same for short queries over long key ranges."""
-    dequant_stages = TRIED_DEQUANT_STAGES if spec.is_fp8_kv else (0,)
+    dequant_stages = TRIED_DEQUANT_STAGES if spec.is_quantized_kv else (0,)
     for softmax_warpgroups, tile_n, min_split_tiles, fp8_stages in itertools.product(
         (1, 2), TRIED_TILES, (1, 2, 4), dequant_stages
     ):

@@ -3,7 +3,7 @@
 
 One warp issues MMAs; S and O are in tensor memory. Two softmax warpgroups, each with 128 query rows, turn S into P in
 place. A correction warpgroup rescales O when row_max has grown, and stores the outputs. One warp loads, one schedules.
-With an fp8 cache, a further warpgroup dequantizes K and V.
+With a quantized cache, a further warpgroup dequantizes K and V.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
-from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
+from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Nvfp4Loads, Nvfp4Tensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
@@ -78,6 +78,7 @@ class DenseForward(TiledKernel):
     Attributes:
         cta_group, num_ctas: CTAs that multiply together, as MMAs and sizes name them; cluster: as launches do.
         mma_warp: which allocates tensor memory.
+        load_warp, dequant_warps: the classes of these roles, where K and V have stages of their own.
         mma_dtype, mma_dtype_v: of the operands of Q K^T, and of P V.
         s_stages: S of 128 rows in tensor memory, which P overwrites.
         skip_idle_warps: warps whose rows do not exist skip the key tiles of a work tile; see idle_warps.py.
@@ -86,6 +87,8 @@ class DenseForward(TiledKernel):
     cta_group, num_ctas = tcgen05.CtaGroup.ONE, 1
     cluster: tuple[int, int, int] | None = None
     mma_warp = MMA_WARP
+    load_warp: Any = SeparateKVLoadWarp
+    dequant_warps: Any = DequantWarps
 
     def __init__(self, key: DenseKey):
         super().__init__(key, key.config)
@@ -97,7 +100,7 @@ class DenseForward(TiledKernel):
     @cute.jit
     def __call__(
         self,
-        tensors: DenseTensors,
+        tensors: DenseTensors | Nvfp4Tensors,
         out: cute.Tensor,
         lse: cute.Tensor | None,
         partials: cute.Tensor | None,
@@ -146,7 +149,7 @@ class DenseForward(TiledKernel):
     def kernel(
         self,
         mmas: TiledMmas,
-        loads: DenseLoads,
+        loads: DenseLoads | Nvfp4Loads,
         outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
@@ -199,9 +202,11 @@ class DenseForward(TiledKernel):
                 self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sO, own_outputs, requests, scoring
             ).run()
         elif warp >= DEQUANT_WARP:
-            if cutlass.const_expr(self.key.kv.fp8):
+            if cutlass.const_expr(self.key.kv.quantized):
                 cute.arch.setmaxregister_decrease(self.registers.dequant)
-                DequantWarps(self, work_pipeline, barriers, loaded_k, kv_stages.sK[0], loaded_v, kv_stages.sV).run()
+                self.dequant_warps(
+                    self, work_pipeline, barriers, loaded_k, kv_stages.sK[0], loaded_v, kv_stages.sV
+                ).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if cutlass.const_expr(config.shared_s):
@@ -215,9 +220,7 @@ class DenseForward(TiledKernel):
                 if cutlass.const_expr(config.shared_kv_stages):
                     SharedKVLoadWarp(self, work_pipeline, load_barriers, loads, sQ, kv_stages, requests).run()
                 else:
-                    SeparateKVLoadWarp(
-                        self, work_pipeline, load_barriers, loads, sQ, loaded_k, loaded_v, requests
-                    ).run()
+                    self.load_warp(self, work_pipeline, load_barriers, loads, sQ, loaded_k, loaded_v, requests).run()
             if warp == SCHEDULER_WARP:
                 if cutlass.const_expr(config.use_clc):
                     ClcTileScheduler(

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SM100's dense kernels over NVFP4 caches on the emulator, and mistakes in what they do beyond an fp8 cache."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import emulator
+from dsl_backend.attention.cute import dequant, host
+from dsl_backend.attention.cute.fake_args import fake_args
+from dsl_backend.attention.cute.sm100 import nvfp4_kernel
+from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig, default_config, default_split_config
+from dsl_backend.attention.cute.sm100.dense_host import (
+    Prefill,
+    SplitKV,
+    fake_nvfp4_tensors,
+    kind_of,
+    nvfp4_rows,
+)
+from dsl_backend.attention.plan import Planner
+from dsl_backend.attention.protocol import Kernel, Misaligned
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.testing import check
+from dsl_backend.testing.cases import FP16, Case, by_id
+from dsl_backend.testing.cases.nvfp4 import HEADS_FIRST, NVFP4
+from dsl_backend.testing.inputs import Layout
+from emulator.errors import EmulatorError
+from tests.attention.emulated import SCHEDULES, emulate, numbered, scratch
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.attention.test_sm100 import make
+
+SERVED = [case for case in NVFP4 if case.around.layout is not Layout.SIDE_BY_SIDE]
+QUICK = ("nvfp4", "nvfp4-128", "nvfp4-192-128")
+
+
+@numbered(SERVED, QUICK)
+def test_case(index: int, case: Case) -> None:
+    emulate(case, "sm_100a", lambda planner, short: make(planner, short, index), index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shift", [1, 2])
+@pytest.mark.parametrize("index", range(len(SERVED)))
+def test_case_on_the_other_schedules(index: int, shift: int) -> None:
+    emulate(SERVED[index], "sm_100a", lambda planner, short: make(planner, short, index + shift), index + shift)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_default_configurations(dim: int, index: int) -> None:
+    """What a chip would get: tiles of 96 keys in pages of 48 among them."""
+    case = Case(
+        q_lens=(1, 150, 3),
+        kv_lens=(500, 260, 97),
+        heads=(8, 2),
+        dim=dim,
+        page=48,
+        dtype=FP16,
+        nvfp4=True,
+        around=HEADS_FIRST,
+    )
+
+    def default(planner: Planner, short: bool) -> Kernel:
+        kind, config = (SplitKV, default_split_config) if short else (Prefill, default_config)
+        return kind(planner.spec, planner.target, scratch(), config(planner.spec))
+
+    emulate(case, "sm_100a", default, index)
+
+
+def test_pages_with_tokens_outermost_are_left_to_triton() -> None:
+    problem = by_id("nvfp4-tokens-first").problem()
+    with pytest.raises(Misaligned, match=r"keys have strides .* the tokens of a head must follow one another"):
+        nvfp4_rows("keys", problem.keys)
+
+
+def test_scales_need_room_of_their_own() -> None:
+    """Boxes of scales are aligned: 64 bytes of 16 keys of 64 elements take 128."""
+    spec = by_id("nvfp4").spec
+    config, stored = DenseConfig(tile_n=64, dequant_stages=2), 2 * 64 * (32 + 8)
+    without = replace(config, dequant_stages=0).smem_bytes(spec)
+    barriers = 2 * 2 * 2 * 8
+    assert config.smem_bytes(spec) - without == 2 * stored + barriers
+    wide = replace(spec, page_size=64)
+    assert config.smem_bytes(wide) - replace(config, dequant_stages=0).smem_bytes(wide) == 4 * 64 * 36 + barriers
+
+
+# Three tiles of 64 keys of a request go through two stages.
+CASE = Case(q_lens=(2, 1), kv_lens=(200, 70), heads=(2, 1), dim=64, page=32, q_gain=2.0, nvfp4=True, around=HEADS_FIRST)
+CONFIG = DenseConfig(alternate=True, tile_n=64, stages=2, dequant_stages=2, ex2_emulation=0, min_split_tiles=1)
+WORD = "scaled_e2m1_to_f16(nvfp4_words[i]"
+SWAPPED = "scaled_e2m1_to_f16((nvfp4_words[i] >> 4) & 0x0F0F0F0F | (nvfp4_words[i] & 0x0F0F0F0F) << 4"
+MISTAKES: dict[type, tuple[tuple[str, str, str], ...]] = {
+    dequant.Nvfp4DequantTiles: (
+        ("nibbles are swapped", WORD, SWAPPED),
+        ("words are swapped", WORD, "scaled_e2m1_to_f16(nvfp4_words[1 - i]"),
+        ("the scale of the neighbour block", "self.scale_index(i), stage", "self.scale_index(i) ^ 1, stage"),
+        (
+            "the scale of another stage",
+            "self.scale_index(i), stage",
+            "self.scale_index(i), (stage + 1) % self.dequant_stages",
+        ),
+        ("the scale of the first rows", "self.first_scale + self.scale_of_row(row)", "self.first_scale"),
+    ),
+    nvfp4_kernel.Nvfp4LoadWarp: (
+        ("scales of keys for those of values", "self.mVScales,", "self.mKScales,"),
+        ("scales of the tile before", "            n_block,\n", "            n_block - 1,\n"),
+    ),
+}
+FOUND_AT_EVERY_CHANGE = ("nibbles are swapped", "the scale of the neighbour block")
+
+
+def run(index: int) -> None:
+    """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
+
+    class Fresh(SplitKV):
+        @staticmethod
+        def build(key: Any, target: Target) -> Any:
+            return toolkit.compiled(kind_of(key)(key), fake_args(key, fake_nvfp4_tensors(key)), target.arch, "")
+
+    def adjust(planner: Planner) -> None:
+        kernel = Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        planner.short = planner.long = (*planner.long[:2], kernel)
+
+    problem, target = CASE.problem(), replace(from_arch("sm_100a"), sm_count=1)
+    with emulator.device(arch="sm_100a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
+        result = check.run(problem, "cute", adjust=adjust, target=target)
+    check.judge(result, problem.expected(), problem.score_magnitude())
+
+
+@pytest.mark.rest
+def test_right_without_a_mistake() -> None:
+    run(1)
+
+
+@pytest.mark.parametrize(
+    ("right", "mistake"),
+    [
+        pytest.param(
+            right, mistake, id=mistake[0], marks=() if mistake[0] in FOUND_AT_EVERY_CHANGE else (pytest.mark.full,)
+        )
+        for right, mistakes in MISTAKES.items()
+        for mistake in mistakes
+    ],
+)
+def test_a_mistake_is_found(
+    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[right.__module__]
+    spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run(1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("forgotten", [0, 1])
+def test_a_forgotten_scale_of_the_tensor_is_found(forgotten: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = host.scales_of
+
+    def without(*arguments: Any) -> Any:
+        scales = list(right(*arguments))
+        scales[forgotten] = torch.ones(1).expand(scales[forgotten].shape)
+        return tuple(scales)
+
+    monkeypatch.setattr(host, "scales_of", without)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run(1)
