@@ -127,17 +127,18 @@ def tensor(name: str, value: Any) -> None:
         raise InvalidInput(f"{name} has layout {short(value.layout)}: a dense tensor is needed")
 
 
-def facts_of(value: torch.Tensor | None) -> object:
-    """All facts of a tensor that checks and plans of 16-byte accesses depend on; its values are not among them.
+def facts_of(value: torch.Tensor | None, alignment: int = 16) -> object:
+    """All facts of a tensor that checks and plans depend on; its values are not among them.
 
-    Facts of what is no dense tensor equal those of no dense tensor, and no check accepts it.
+    Plans may depend on whether its address is a multiple of `alignment` bytes, or of a power of two below it. Facts of
+    what is no dense tensor equal those of no dense tensor, and no check accepts it.
     """
     if not isinstance(value, torch.Tensor):
         return type(value)
     if value.layout is not torch.strided:
         return value.layout
     gradient = value.requires_grad and torch.is_grad_enabled()
-    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16, gradient
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % alignment, gradient
 
 
 def no_gradient(name: str, value: torch.Tensor) -> None:

@@ -120,18 +120,16 @@ class RopeWriter:
         """As `rope_write_kv` or `rope_write_mla`, by the kind of the spec."""
         try:
             facts = facts_of(tensors)
-            tokens, slots = tensors.positions.shape[0], tensors.slots.shape[0]
-            fewest = min(rows.shape[0] for rows in tensors.rows)
         except AttributeError:  # one of them is no tensor: `check` says which
             check(self.spec, tensors)
             raise
         serving = self._by_layout.get(facts)
-        if serving is None or torch.is_grad_enabled() or not slots <= tokens <= fewest:
+        if serving is None or torch.is_grad_enabled():
             check(self.spec, tensors)
             if len(self._by_layout) >= MOST_LAYOUTS:
                 self._by_layout.clear()
             serving = self._by_layout[facts] = self.kernel_for(tensors)
-        if tokens:
+        if tensors.positions.shape[0]:
             serving(tensors, eps)
 
     def names(self) -> list[str]:
@@ -174,16 +172,16 @@ class RopeWriter:
 
 
 def facts_of(tensors: AnyTensors) -> tuple[Any, ...]:
-    """All that `check` and a kernel's objections read, except the number of tokens."""
-    layout = [
-        tensor if tensor is None else (tensor.shape[1:], tensor.stride(), tensor.dtype, tensor.device)
-        for tensor in tensors
-    ]
-    low_bits = 0
+    """All that `check` and a kernel's objections read. Called for every layer of every step."""
+    layout: list[Any] = []
+    addresses = 0
     for tensor in tensors:
-        low_bits |= 0 if tensor is None else tensor.data_ptr()
-    shapes = [tensor if tensor is None else tensor.shape for tensor in tensors.fixed]
-    return (low_bits % 16, *shapes, *layout)
+        if tensor is None:
+            layout.append(None)
+        else:
+            addresses |= tensor.data_ptr()
+            layout.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+    return (addresses % 16, *layout)
 
 
 def check(spec: AnySpec, tensors: AnyTensors) -> None:

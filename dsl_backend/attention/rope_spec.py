@@ -100,16 +100,6 @@ class RopeTensors(NamedTuple):
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
-    @property
-    def rows(self) -> tuple[torch.Tensor, ...]:
-        """What has a row for each token, and maybe more."""
-        return self.q, self.key, self.value, self.q_out
-
-    @property
-    def fixed(self) -> tuple[torch.Tensor | None, ...]:
-        """What has the same first dimension in every call, for a layer."""
-        return self.q_weight, self.k_weight, self.key_cache, self.value_cache, self.k_scale, self.v_scale
-
 
 @dataclass(frozen=True, kw_only=True)
 class MLARopeSpec:
@@ -188,16 +178,6 @@ class MLARopeTensors(NamedTuple):
     cache: torch.Tensor
     slots: torch.Tensor
     scale: torch.Tensor | None = None
-
-    @property
-    def rows(self) -> tuple[torch.Tensor, ...]:
-        """What has a row for each token, and maybe more."""
-        return self.q, self.latent, self.rope, self.q_out, self.latent_out, self.rope_out
-
-    @property
-    def fixed(self) -> tuple[torch.Tensor | None, ...]:
-        """What has the same first dimension in every call, for a layer."""
-        return self.weight, self.cache, self.scale
 
 
 AnySpec = RopeSpec | MLARopeSpec

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of RMSNorm, best first, and what each one does not serve."""
 
-from collections.abc import Callable
-from functools import cache
-
 from dsl_backend.norm.configs import default_config
-from dsl_backend.norm.spec import NormSpec, NormTensors
+from dsl_backend.norm.spec import NormSpec
 from dsl_backend.rows import MAX_CLUSTER
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
 
 OPERATION = "norm"
-Run = Callable[[NormTensors, float, NormSpec, Target], None]
 
 
 def cute(spec: NormSpec, target: Target) -> list[str]:
@@ -32,19 +28,12 @@ def triton(spec: NormSpec, target: Target) -> list[str]:
 
 # One class serves SM90 and SM100: SM100 has no instruction that would make it faster.
 TABLE = (
-    Entry("cute", "norm one-pass sm90/sm100", "dsl_backend.norm.cute.host:rms_norm", cute),
-    Entry("triton", "norm triton", "dsl_backend.norm.triton.kernel:rms_norm", triton),
-    Entry("reference", "norm reference", "dsl_backend.norm.reference:rms_norm", cpu_only),
+    Entry("cute", "norm one-pass sm90/sm100", "dsl_backend.norm.cute.host:bind", cute),
+    Entry("triton", "norm triton", "dsl_backend.norm.triton.kernel:bind", triton),
+    Entry("reference", "norm reference", "dsl_backend.norm.reference:bind", cpu_only),
 )
 
 
 def choose(spec: NormSpec, target: Target, kernel: str | None = None) -> Entry[NormSpec]:
     """The first entry without objections; arguments and errors as in `runtime.dispatch`."""
     return dispatch.choose(OPERATION, TABLE, spec, target, kernel)
-
-
-@cache
-def chosen(spec: NormSpec, target: Target, kernel: str | None) -> Run:
-    """The function that serves. Cached, because every call needs it."""
-    run: Run = choose(spec, target, kernel).load()
-    return run

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the tensors and the launch of the kernel that serves. The API and the operator use them."""
 
+from typing import NamedTuple
+
 import torch
 
 from dsl_backend import checks
-from dsl_backend.checks import require, short
+from dsl_backend.checks import facts_of, require, short
+from dsl_backend.errors import InvalidInput
 from dsl_backend.norm import dispatch
+from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
 from dsl_backend.rows import DTYPES, check_like, check_rows, common_vector, with_expected_strides
 from dsl_backend.runtime import target as targets
@@ -93,7 +97,7 @@ def prepared(tensors: NormTensors) -> NormTensors:
         return None if tensor is None else with_expected_strides(tensor)
 
     def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.view(-1)
+        return tensor if tensor is None or tensor.dim() == 1 else tensor.view(-1)
 
     return NormTensors(
         x=with_expected_strides(tensors.x),
@@ -106,20 +110,52 @@ def prepared(tensors: NormTensors) -> NormTensors:
     )
 
 
+class Known(NamedTuple):
+    """What is cached for calls with the same facts.
+
+    Attributes:
+        as_given: kernels take all tensors with the shapes and strides that they have.
+        launch: of the kernel that serves; None where there is nothing to compute.
+    """
+
+    as_given: bool
+    launch: Launch | None
+
+
+# A model calls with the same few layouts in every step: they are checked once.
+LAYOUTS = 1 << 14
+# Vectors of 8 elements of four bytes: `NormSpec.vector` says that addresses are multiples of theirs.
+ALIGNMENT = 32
+_known: dict[object, Known] = {}
+
+
 def run(tensors: NormTensors, eps: float, weight_offset: float, kernel: str | None) -> None:
     """Check the tensors, and launch; arguments as `api.rms_norm`."""
+    facts = (*[facts_of(tensor, ALIGNMENT) for tensor in tensors], weight_offset, kernel)
+    known = _known.get(facts)
+    if known is None:
+        known = look(tensors, weight_offset, kernel)
+        if len(_known) >= LAYOUTS:
+            _known.clear()
+        _known[facts] = known
+    if known.launch is None:
+        return
+    # A tensor that torch.compile traces with has no address: not in `check`.
+    if tensors.residual_out is not None and tensors.residual_out.data_ptr() == tensors.out.data_ptr():
+        raise InvalidInput("residual_out and out are the same memory")
+    known.launch(tensors if known.as_given else prepared(tensors), eps)
+
+
+def look(tensors: NormTensors, weight_offset: float, kernel: str | None) -> Known:
+    """Check the tensors of a new layout, and choose its kernel."""
     check(tensors)
     require(
         tensors.weight is not None or weight_offset == 0,
         f"weight_offset is {weight_offset:g} and there is no weight: 0 is needed",
     )
     if tensors.x.numel() == 0:
-        return
-    # A tensor that torch.compile traces with has no address: not in `check`.
-    require(
-        tensors.residual_out is None or tensors.residual_out.data_ptr() != tensors.out.data_ptr(),
-        "residual_out and out are the same memory",
-    )
-    tensors = prepared(tensors)
-    spec, target = spec_of(tensors, weight_offset), targets.detect(tensors.x.device)
-    dispatch.chosen(spec, target, kernel)(tensors, eps, spec, target)
+        return Known(as_given=True, launch=None)
+    as_expected = prepared(tensors)
+    as_given = all(one is other for one, other in zip(tensors, as_expected, strict=True))
+    spec, target = spec_of(as_expected, weight_offset), targets.detect(tensors.x.device)
+    return Known(as_given, dispatch.choose(spec, target, kernel).load()(spec, target))

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm in eager torch: the definition, the reference of the tests, and the kernel for CPUs."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, FP8_MAX, MIN_SCALE, NormSpec, NormTensors, Scaling
 from dsl_backend.runtime.target import Target
 
@@ -60,3 +62,8 @@ def rms_norm(tensors: NormTensors, eps: float, spec: NormSpec, target: Target) -
         tensors.residual_out.copy_(found.residual_out)
     if tensors.scale_out is not None and found.scale_out is not None:
         tensors.scale_out.copy_(found.scale_out)
+
+
+def bind(spec: NormSpec, target: Target) -> Launch:
+    """As `kernel.Bind`."""
+    return partial(rms_norm, spec=spec, target=target)

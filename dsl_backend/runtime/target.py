@@ -222,6 +222,12 @@ def detect(device: torch.device | None = None) -> Target:
     return found if found.is_cpu else overridden(found)
 
 
+@cache
+def of_device(device: torch.device) -> Target:
+    """As `detect`, as it was when first asked: for what every launch asks, which reads no environment then."""
+    return detect(device)
+
+
 def at_hand(device: torch.device | None = None) -> Target:
     """As `detect`, but without DSL_BACKEND_ARCH."""
     if device is None:

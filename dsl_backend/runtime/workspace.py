@@ -11,6 +11,7 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime.target import cuda_index
 
 # The most streams whose launches may be captured: torch has a pool of 32 for each of two priorities.
 CAPTURED_STREAMS = 64
@@ -163,6 +164,11 @@ def workspace_of(device: torch.device, stream: int) -> Workspace:
     return Workspace(device, flags) if stream >= 0 else CapturedWorkspace(device, flags, -1 - stream)
 
 
+def stream_handle(device: torch.device) -> int:
+    """CUDA's handle of the current stream of a GPU: of `torch.cuda.current_stream`, which makes an object each time."""
+    return torch._C._cuda_getCurrentRawStream(cuda_index(device))
+
+
 # A negative number for each captured stream, by device and handle.
 _captured: dict[tuple[torch.device, int], int] = {}
 
@@ -171,5 +177,5 @@ def current_stream(device: torch.device) -> int:
     """The stream's handle; a negative number of its own while it is captured; 0 on a CPU."""
     if device.type != "cuda":
         return 0
-    handle: int = torch.cuda.current_stream(device).cuda_stream
+    handle = stream_handle(device)
     return _captured.setdefault((device, handle), -1 - len(_captured)) if capturing(device) else handle

@@ -313,7 +313,7 @@ class TestGraphs:
     def test_streams_that_are_captured_have_scratch_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cuda, handles = torch.device("cuda"), iter((70, 80, 70))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=next(handles)))
+        monkeypatch.setattr(workspace, "stream_handle", lambda device: next(handles))
         monkeypatch.setattr(workspace, "_captured", {})
         assert [workspace.current_stream(cuda) for _ in range(3)] == [-1, -2, -1]
         cpu = torch.device("cpu")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.norm import api, dispatch, reference
+from dsl_backend.norm import api, dispatch, launch, reference
 from dsl_backend.norm.spec import FP8, MIN_SCALE, NormSpec, Scaling
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing import norm, numerics
@@ -192,6 +192,32 @@ def test_what_is_refused(x: torch.Tensor, options: dict, message: str) -> None:
 def test_specs_that_are_none(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         NormSpec(**{"width": 8, "dtype": F32, "out_dtype": F32, **fields})
+
+
+def test_a_layout_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout of another shape, stride, address or offset is another, and gets a kernel of its own."""
+    vectors: list[int] = []
+    choose = dispatch.choose
+    monkeypatch.setattr(launch, "_known", {})
+    monkeypatch.setattr(dispatch, "choose", lambda spec, *rest: (vectors.append(spec.vector), choose(spec, *rest))[1])
+    memory = torch.zeros(64)
+    whole, half = (
+        memory[start : start + 16] for start in (-memory.data_ptr() // 4 % 8, -memory.data_ptr() // 4 % 8 + 4)
+    )
+    x = torch.randn(3, 16, dtype=BF16)
+    for weight in (whole, half):
+        for _ in range(2):
+            torch.testing.assert_close(api.rms_norm(x, weight), torch.zeros_like(x))
+    assert vectors == [8, 4], "8 float32 are 32 bytes"
+    for given, offset in ((x[:2], 0.0), (x[::2], 0.0), (x, 1.0)):
+        api.rms_norm(given, whole, weight_offset=offset)
+    assert len(vectors) == 5
+    with pytest.raises(InvalidInput, match="x requires a gradient"):
+        api.rms_norm(x.clone().requires_grad_(), whole)
+    monkeypatch.setattr(launch, "LAYOUTS", 2)
+    for rows in range(1, 4):
+        api.rms_norm(x[:rows], half)
+    assert len(launch._known) <= 2
 
 
 def test_a_kernel_by_name_does_not_fall_back() -> None:

@@ -25,6 +25,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from dsl_backend.runtime.target import of_device
 from dsl_backend.vllm_plugin import registration
 
 SHARED = {
@@ -66,6 +67,14 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session", autouse=True)
 def registered() -> None:
     registration.register()
+
+
+@pytest.fixture(autouse=True)
+def targets_are_looked_up() -> Iterator[None]:
+    """A test may put another GPU there."""
+    of_device.cache_clear()
+    yield
+    of_device.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -212,22 +212,34 @@ def test_torch_compile_sees_one_node(q_latent: int | None, served: Any) -> None:
     step = Step(layer(q_latent))
     served(step.module)
     expected = step.run()
-    attention = step.module.mla_attn
-    seen: list[Any] = []
-
-    def attend(q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, **_: Any) -> torch.Tensor:
-        seen[:] = [q, latent, rope]
-        return q[..., :VALUE].flatten(1).contiguous()
-
-    attention.forward = attend
     step.module.forward = torch.compile(step.module.forward, fullgraph=True, backend="aot_eager")
-    config, name = get_current_vllm_config(), attention.layer_name
-    step.cache.zero_()
-    with set_forward_context({name: None}, config, slot_mapping={name: step.slots}):
-        out = step.module(step.positions, step.hidden)
-    assert torch.equal(out, expected[0])
-    assert torch.equal(step.cache, expected[4])
-    assert all(torch.equal(one.flatten(1), other) for one, other in zip(seen, expected[1:4], strict=True))
+    found = step.run()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("q_latent", [None, Q_LATENT])
+def test_an_operator_at_a_cut_and_attention_are_one_piece(q_latent: int | None, served: Any) -> None:
+    """What lies between them would be a graph to replay in each layer; vLLM's own cache write would do nothing."""
+    from vllm.compilation.backends import split_graph
+
+    step = Step(layer(q_latent))
+    served(step.module)
+    traced: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    step.module.forward = torch.compile(step.module.forward, fullgraph=True, backend=backend)
+    step.run()
+    (graph,) = traced
+    cut = [serve.LATENT.attends, "vllm::unified_mla_kv_cache_update", f"dsl_backend::{latent_method.NAME}"]
+    pieces = split_graph(graph, cut)[1]
+    assert [piece.is_splitting_graph for piece in pieces] == [False, True, False]
+    calls = [node for node in pieces[1].graph.graph.nodes if node.op not in ("placeholder", "output")]
+    assert [str(node.target).split(".")[1] for node in calls] == [latent_method.NAME, serve.LATENT.attends[6:]]
+    (output,) = (node for node in pieces[1].graph.graph.nodes if node.op == "output")
+    assert not output.all_input_nodes, f"{output.all_input_nodes} are made where graphs are cut"
 
 
 def test_reloaded_weights_are_used(served: Any) -> None:

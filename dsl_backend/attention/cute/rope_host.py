@@ -102,7 +102,10 @@ class RopeWriteKV(RopeWrites[RopeSpec, RopeTensors]):
     def __call__(self, tensors: RopeTensors, eps: float) -> None:
         layer = self.spec.layer
         if not layer.is_fp8_kv:
-            self.function(tensors._replace(k_scale=None, v_scale=None), tensors.q, eps)
+            given = tensors
+            if tensors.k_scale is not None or tensors.v_scale is not None:
+                given = tensors._replace(k_scale=None, v_scale=None)
+            self.function(given, tensors.q, eps)
             return
         assert tensors.k_scale is not None
         assert tensors.v_scale is not None

@@ -12,6 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.checks import short
 from dsl_backend.norm.configs import NormConfig, default_config
 from dsl_backend.norm.cute.kernel import NUMERIC, NormKey, RMSNorm
+from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -77,6 +78,7 @@ def arguments_of(tensors: NormTensors) -> NormTensors:
     return tensors._replace(out=tensors.out.view(torch.uint8)) if tensors.out.dtype == FP8 else tensors
 
 
-def rms_norm(tensors: NormTensors, eps: float, spec: NormSpec, target: Target) -> None:
-    """Write out, residual_out and scale_out; at least one row."""
-    function_of(spec, target, toolkit.libraries())(*arguments_of(tensors), eps)
+def bind(spec: NormSpec, target: Target) -> Launch:
+    """As `kernel.Bind`."""
+    function = function_of(spec, target, toolkit.libraries())
+    return lambda tensors, eps: function(*arguments_of(tensors), eps)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of rows in Triton. A program has several narrow rows, or one row, which is read once or, if wide, twice."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors
 from dsl_backend.quant.triton.convert import quantize
 from dsl_backend.rows import power_of_2
@@ -164,3 +166,8 @@ def rms_norm(tensors: NormTensors, eps: float, spec: NormSpec, target: Target) -
         Constants(*(tl.constexpr(value) for value in constants)),
         num_warps=max(1, min(8, rows_per_program * block // ELEMENTS_PER_WARP)),
     )
+
+
+def bind(spec: NormSpec, target: Target) -> Launch:
+    """As `kernel.Bind`."""
+    return partial(rms_norm, spec=spec, target=target)

@@ -15,7 +15,7 @@ from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import fused_is_faster
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.op import register_op
-from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import stream_handle
 
 
 def activation_of(module: nn.Module) -> tuple[Activation, bool] | None:
@@ -56,12 +56,13 @@ def activated(activation: Any, both: torch.Tensor) -> torch.Tensor:
 
 def on_second_stream(device: torch.device) -> bool:
     """Whether the current stream is vLLM's second one, on which shared experts run beside the router."""
-    return device.type == "cuda" and aux_stream() == torch.cuda.current_stream(device)
+    second = aux_stream() if device.type == "cuda" else None
+    return second is not None and second.cuda_stream == stream_handle(device)
 
 
-def spare_sms(device: torch.device, target: Target) -> int:
+def spare_sms(device: torch.device) -> int:
     """SMs that a linear layer leaves to kernels on another stream."""
-    return target.sm_count // SPARED if on_second_stream(device) else 0
+    return targets.of_device(device).sm_count // SPARED if on_second_stream(device) else 0
 
 
 def gated_linear(
@@ -79,8 +80,7 @@ def gated_linear(
     the choice that was made for its number of rows.
     """
     (rows, k), n = x.shape, weight.shape[0] // 2
-    target = targets.detect(x.device)
-    if not batch_invariant and not fused_is_faster(rows, n, k, x.dtype, target):
+    if not batch_invariant and not fused_is_faster(rows, n, k, x.dtype, targets.of_device(x.device)):
         return activated(
             _activations[activation, tuple(parameters), interleaved], nn.functional.linear(x, weight, bias)
         )
@@ -91,7 +91,7 @@ def gated_linear(
         activation=decoded(activation, parameters),
         interleaved=interleaved,
         batch_invariant=batch_invariant,
-        spare_sms=spare_sms(x.device, target),
+        spare_sms=spare_sms(x.device),
     )
 
 

@@ -28,12 +28,11 @@ def projection(
         batch_invariant: by this package for any number of rows, with the same bits for a row whatever the others are.
     """
     (rows, k), n = x.shape, weight.shape[0]
-    target = targets.detect(x.device)
     if batch_invariant:
-        return api.linear(x, weight, bias, batch_invariant=True, spare_sms=spare_sms(x.device, target))
-    if rows > MOST_ROWS or (measured and not replaces(rows, n, k, x.dtype, target)):
+        return api.linear(x, weight, bias, batch_invariant=True, spare_sms=spare_sms(x.device))
+    if rows > MOST_ROWS or (measured and not replaces(rows, n, k, x.dtype, targets.of_device(x.device))):
         return nn.functional.linear(x, weight, bias)
-    return api.linear(x, weight, bias, spare_sms=spare_sms(x.device, target))
+    return api.linear(x, weight, bias, spare_sms=spare_sms(x.device))
 
 
 def projection_fake(

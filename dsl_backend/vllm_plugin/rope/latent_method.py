@@ -1,24 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `forward` of an MLA layer whose norm, rotation and cache write are one launch of this package."""
 
+import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import attention as vllm_attention
+from vllm.model_executor.layers.attention import mla_attention
 
-from dsl_backend.attention import rope
 from dsl_backend.attention.rope_spec import MLARopeSpec, MLARopeTensors
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.op import register_op
 from dsl_backend.vllm_plugin.rope.find import Rotation
 from dsl_backend.vllm_plugin.rope.latent_source import LatentForm
-from dsl_backend.vllm_plugin.rope.method import with_page_size
+from dsl_backend.vllm_plugin.rope.method import encoded_name, writer_of
 
 NAME = "rope_write_mla_layer"
+# Whether vLLM's MLA attends by an operator that is known, and another one in front of it writes the cache.
+KNOWN = all(
+    hasattr(mla_attention, name) and name in inspect.getsource(mla_attention.MLAAttention.forward)
+    for name in ("unified_mla_kv_cache_update", "unified_mla_attention_with_output")
+)
 
 
 def rope_write_mla(
     q: torch.Tensor,
-    keys: torch.Tensor,
+    latent: torch.Tensor,
+    rotated: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     weight: torch.Tensor,
@@ -27,32 +37,31 @@ def rope_write_mla(
     """Rotate the ends of query heads and keys, normalise latents, all in place, and write keys to the layer's cache.
 
     The cache and the slots are those of vLLM's forward context, as for its own operator that writes the cache. Without
-    slots (vLLM's profiling run) all stays as it is.
+    slots (vLLM's profiling run) all stays as it is. It takes what attention takes: see `prepared`.
 
     Args:
-        q: [tokens, heads of nope + rope elements].
-        keys: [tokens, latent + rope].
+        q: [tokens, heads, nope + rope elements].
+        latent: [tokens, latent].
+        rotated: [tokens, 1, rope].
     """
-    from vllm.model_executor.layers.attention.attention import get_attention_context
-
-    _, layer, cache, slots = get_attention_context(layer_name)
+    _, layer, cache, slots = vllm_attention.get_attention_context(layer_name)
     if slots is None or cache.numel() == 0:
         return
     rotation: Rotation[LatentForm, MLARopeSpec] = layer.dsl_rotation
     pages = layer.impl.split(cache)[0].squeeze(2)
-    spec = with_page_size(rotation.spec, pages.shape[1])
-    latent, rotated = keys.split_with_sizes((spec.latent_dim, spec.rope_dim), 1)
-    ends = q.view(len(q), layer.num_heads, -1)[..., -spec.rope_dim :]
+    spec, rope = rotation.spec, rotated.squeeze(1)
+    ends = q[..., -spec.rope_dim :]
     scale = layer._k_scale if spec.layer.is_fp8_kv else None
     tensors = MLARopeTensors(
-        ends, latent, rotated, positions, cos_sin, weight, ends, latent, rotated, pages, slots.flatten(), scale
+        ends, latent, rope, positions, cos_sin, weight, ends, latent, rope, pages, slots.flatten(), scale
     )
-    rope.writer(spec, slots.device, rotation.kernel)(tensors, rotation.eps)
+    writer_of(layer, pages.shape[1], slots.device)(tensors, rotation.eps)
 
 
 def rope_write_mla_fake(
     q: torch.Tensor,
-    keys: torch.Tensor,
+    latent: torch.Tensor,
+    rotated: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor,
     weight: torch.Tensor,
@@ -61,7 +70,7 @@ def rope_write_mla_fake(
     return
 
 
-ROPE_WRITE_MLA = register_op(NAME, rope_write_mla, fake=rope_write_mla_fake, mutates=("q", "keys"))
+ROPE_WRITE_MLA = register_op(NAME, rope_write_mla, fake=rope_write_mla_fake, mutates=("q", "latent", "rotated"))
 
 
 def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -82,21 +91,42 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     if form.q_norm is not None:
         latent, keys = keys.split([module.q_lora_rank, sum(parts)], dim=-1)
         latent = getattr(module, form.q_norm)(latent)
-    q = getattr(module, form.queries)(latent)[0]
+    q = getattr(module, form.queries)(latent)[0].view(-1, module.num_heads, module.qk_head_dim)
+    latent, rotated = keys.split(parts, dim=-1)
+    rotated = rotated.unsqueeze(1)
     attention = getattr(module, form.attention)
+    shape = (hidden.shape[0], module.num_heads * module.v_head_dim)
+    attend = partial(attention, q, latent, rotated, output_shape=shape)
+    if torch.compiler.is_compiling() and KNOWN:
+        attend = prepared(attention, q, latent, rotated, shape)
     ROPE_WRITE_MLA(
         q,
-        keys,
+        latent,
+        rotated,
         given[form.positions],
         getattr(module, form.rotary).cos_sin_cache,
         getattr(module, form.norm).weight.data,
         attention.layer_name,
     )
-    kv, k_pe = keys.split(parts, dim=-1)
-    attended = attention(
-        q.view(-1, module.num_heads, module.qk_head_dim),
-        kv,
-        k_pe.unsqueeze(1),
-        output_shape=(hidden.shape[0], module.num_heads * module.v_head_dim),
-    )
-    return getattr(module, form.output)(attended)[0]
+    return getattr(module, form.output)(attend())[0]
+
+
+def prepared(
+    attention: Any, q: torch.Tensor, latent: torch.Tensor, rotated: torch.Tensor, shape: tuple[int, int]
+) -> Callable[[], torch.Tensor]:
+    """What attends, as vLLM's `MLAAttention.forward` does for keys that are in the cache; its output is made at once.
+
+    No other node lies between our operator and attention then, and vLLM runs both as one piece: see `method.prepared`.
+    vLLM's own operator that writes the cache is left out, since it would do nothing.
+    """
+    out = q.new_empty(shape)
+    name = encoded_name(attention.layer_name)
+
+    def attend() -> torch.Tensor:
+        if attention.use_direct_call:
+            mla_attention.unified_mla_attention_with_output(q, latent, rotated, out, attention.layer_name)
+        else:
+            torch.ops.vllm.unified_mla_attention_with_output(q, latent, rotated, out, name)
+        return out
+
+    return attend

@@ -37,20 +37,18 @@ def rope_write_kv(
     """
     _, layer, cache, slots = vllm_attention.get_attention_context(layer_name)
     rotation: Rotation[Form, RopeSpec] = layer.dsl_rotation
-    sizes = rotation.form.sizes
-    parts = qkv.split_with_sizes(sizes, 1)
-    q, key, value = (part.view(len(qkv), -1, layer.head_size) for part in parts)
+    heads = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+    q, key, value = qkv.view(qkv.shape[0], -1, layer.head_size).split_with_sizes(heads, 1)
     if slots is None or cache.numel() == 0:
         out.copy_(q)
         return
     keys, values = layer.impl.split(cache)
-    spec = with_page_size(rotation.spec, keys.shape[1])
-    fp8 = spec.layer.is_fp8_kv
+    fp8 = rotation.spec.layer.is_fp8_kv
     tensors = RopeTensors(
         q, key, value, positions, cos_sin, q_weight, k_weight, out, keys, values, slots,
         layer._k_scale if fp8 else None, layer._v_scale if fp8 else None,
     )  # fmt: skip
-    rope.writer(spec, slots.device, rotation.kernel)(tensors, rotation.eps)
+    writer_of(layer, keys.shape[1], slots.device)(tensors, rotation.eps)
 
 
 def rope_write_kv_fake(
@@ -72,10 +70,19 @@ def with_page_size(spec: SpecT, page_size: int) -> SpecT:
     return spec if spec.layer.page_size == page_size else replace(spec, layer=replace(spec.layer, page_size=page_size))
 
 
+def writer_of(layer: Any, page_size: int, device: torch.device) -> rope.RopeWriter:
+    """What writes the cache of a served attention layer, whose pages have that size; found once for a layer."""
+    found: tuple[int, rope.RopeWriter] | None = getattr(layer, "dsl_rope_writer", None)
+    if found is None or found[0] != page_size:
+        rotation: Rotation[Any, Any] = layer.dsl_rotation
+        writer = rope.writer(with_page_size(rotation.spec, page_size), device, rotation.kernel)
+        found = layer.dsl_rope_writer = page_size, writer
+    return found[1]
+
+
 def prepare(layer: Any, page_size: int, device: torch.device) -> None:
     """Compile what a served attention layer needs with a cache of that page size."""
-    rotation: Rotation[Any, Any] = layer.dsl_rotation
-    rope.writer(with_page_size(rotation.spec, page_size), device, rotation.kernel).prepare()
+    writer_of(layer, page_size, device).prepare()
 
 
 def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

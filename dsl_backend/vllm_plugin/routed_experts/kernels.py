@@ -208,7 +208,7 @@ class MeasuredExperts(DSLExperts):
     def apply(self, **given: Any) -> None:
         x, w13, w2, ids = (given[name] for name in ("hidden_states", "w1", "w2", "topk_ids"))
         spec = sizes_of(w13.shape[0], x.shape[1], w2.shape[2], ids.shape[1], x.dtype)
-        if tuned.is_faster(x.shape[0], spec, targets.detect(x.device)):
+        if tuned.is_faster(x.shape[0], spec, targets.of_device(x.device)):
             super().apply(**given)
         else:
             self.theirs.apply(**given)
