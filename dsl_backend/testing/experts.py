@@ -466,10 +466,10 @@ def random_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
     )
 
 
-def random_block_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
-    """A random layer of experts in MXFP8, MXFP4 or NVFP4; sizes are multiples of 32."""
-    case = random_case(draw, most)
-    weight = draw.choice((MXFP8, MXFP4, NVFP4))
+def random_block_scaled_case(draw: random.Random, most: int, *, facts: random.Random | None = None) -> ExpertsCase:
+    """A random layer of experts in MXFP8, MXFP4 or NVFP4; sizes are multiples of 32. Arguments as `random_case`'s."""
+    case = random_case(draw, most, facts=facts)
+    weight = (facts or draw).choice((MXFP8, MXFP4, NVFP4))
     return replace(
         case,
         hidden=-(-case.hidden // 32) * 32,
