@@ -195,7 +195,9 @@ def sum_budget(given: Tensors, exact: torch.Tensor, accumulator_bits: int, promo
             part = torch.zeros_like(x.values)
             part[:, columns] = x.values[:, columns]
             squares += products(x._replace(values=part), weight) ** 2
-        error += 2 * 2.0**-accumulator_bits * math.sqrt(promoted_every / MMA_K) * squares.sqrt()
+        # Each step cuts the sum, half of the last bit on average and always to the same side.
+        steps = promoted_every / MMA_K
+        error += 2.0**-accumulator_bits * (steps / 2 + math.sqrt(steps)) * squares.sqrt()
     return torch.where(exact.isfinite(), error, 0.0)
 
 

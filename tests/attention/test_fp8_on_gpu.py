@@ -31,7 +31,8 @@ PROBLEMS = LAYERS * TURNS  # of a family
 SIZES = replace(fuzz.REAL, kv=2500, q=600, requests=6, heads_kv=(1, 2, 4), heads_mla=(8, 16, 32, 128), scores=1.5e6)
 NAME = dispatch.FP8_PRODUCTS
 # Rows of split keys that one key dominates: its P is rounded by up to 2^-4, with one row_max in the kernel and another
-# in the arithmetic.
+# in the arithmetic. Of 504 problems on an H200 four had a row that was off by 0.141 to 0.156: scores may be in doubt
+# there too, see `fp8_attention.Online`.
 SPLIT_MOST, SPLIT_LSE_MOST = 0.25, 0.14
 
 
@@ -82,12 +83,14 @@ def check_mla(case: Case, turn: int, device: torch.device) -> None:
     assert_same_non_finite(lse, exact_lse, "lse")
     out, exact, lse, exact_lse = (one.nan_to_num(0.0, 0.0, 0.0) for one in (out, exact, lse, exact_lse))
     errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
+    assert expected.score_doubt is not None
+    doubt = expected.score_doubt[mine]
     for what, found, usual, most in (
-        ("out", errors, SPLIT_ERROR, SPLIT_MOST),
-        ("lse", (lse - exact_lse).abs(), SPLIT_LSE_ERROR, SPLIT_LSE_MOST),
+        ("out", errors, SPLIT_ERROR, SPLIT_MOST + torch.expm1(2 * doubt)),
+        ("lse", (lse - exact_lse).abs(), SPLIT_LSE_ERROR, SPLIT_LSE_MOST + doubt),
     ):
         if found.numel():
-            assert found.max() < most, f"{what}: a row is off by {found.max():.3f}"
+            assert (found < most).all(), f"{what}: a row is off by {(found - most).max():.3f} more than may be"
             assert found.flatten().quantile(0.95) < usual, f"{what}: every 20th row is off by {usual} or more"
 
 
