@@ -105,7 +105,7 @@ def bound_us(times: Sequence[LaunchTime]) -> float:
 
 
 def clocked(one: Sequence[Recorded], chip: ChipClock) -> list[LaunchTime]:
-    return [machine.time_of(launch, chip) for launch in one]
+    return machine.stream_of(one, chip)
 
 
 def lines(rows: Sequence[Measured], keep: Path | None, chip: ChipClock) -> Iterator[str]:

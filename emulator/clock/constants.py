@@ -43,7 +43,15 @@ OF_TABLES = (
     *("alu_latency", "fma_latency", "special_latency", "mma_latency", "special_rate", "matrix_flops"),
     *("tma_latency", "bulk_latency", "async_store"),
 )
-OF_LAUNCHES = ("launch_us", "overlapped_us", "matrix_clock", "hbm_terabytes", "hbm_efficiency", "l2_terabytes")
+OF_LAUNCHES = (
+    "launch_us",
+    "overlapped_us",
+    "dependent_us",
+    "matrix_clock",
+    "hbm_terabytes",
+    "hbm_efficiency",
+    "l2_terabytes",
+)
 EVERY = frozenset((*NAMES, *OF_TABLES, *OF_LAUNCHES)) - {"hbm_bytes", "l2_bytes"}
 
 

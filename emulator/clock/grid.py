@@ -4,6 +4,7 @@
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from emulator.host.launch import Launch
 
@@ -30,18 +31,31 @@ def chosen(clusters: int, count: int) -> tuple[int, ...]:
     return tuple(int((number + (0.5 + number * GOLDEN) % 1) * clusters / count) for number in range(count))
 
 
+class Footprint(NamedTuple):
+    """What a CTA takes of an SM; or an SM's own, of which CTAs take."""
+
+    threads: int
+    shared: int
+    registers: int
+    ctas: int = 1
+
+    @classmethod
+    def of(cls, launch: Launch, shared_bytes: int, registers: int) -> "Footprint":
+        warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32)
+        return cls(warps * 32, shared_bytes + RESERVED, max(1, -(-registers * 32 // 256) * 256 * warps))
+
+    def fits(self, taken: "Footprint | None" = None, count: int = 0) -> int:
+        """So many of it fit on an SM, beside some others."""
+        free = [room - count * other for room, other in zip(WHOLE_SM, taken or self, strict=True)]
+        return max(0, min(room // each for room, each in zip(free, self, strict=True)))
+
+
+WHOLE_SM = Footprint(THREADS, SHARED_OF_SM, REGISTERS, CTAS)
+
+
 def occupancy(launch: Launch, shared_bytes: int, registers: int) -> int:
     """CTAs that an SM runs at the same time."""
-    threads = launch.block[0] * launch.block[1] * launch.block[2]
-    warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // 256) * 256
-    limits = (
-        THREADS // (warps * 32),
-        SHARED_OF_SM // (shared_bytes + RESERVED),
-        REGISTERS // max(1, per_warp * warps),
-        CTAS,
-    )
-    return max(1, min(limits))
+    return max(1, Footprint.of(launch, shared_bytes, registers).fits())
 
 
 @dataclass(frozen=True)
@@ -106,10 +120,36 @@ def at_work(layout: Layout, counts: Sequence[int]) -> float:
     return layout.active * busy / layout.clusters
 
 
-def laid_out(layout: Layout, durations: Sequence[float]) -> float:
-    """Cycles of a grid whose clusters take different times: each starts where a slot is free first, in their order."""
+class Span(NamedTuple):
+    """A cluster that begins at 0: when it ends, and when its CTAs have let the next launch start or have ended.
+
+    Attributes:
+        late_end, late_release: the same where it has to wait for the launch before.
+    """
+
+    end: float
+    release: float
+    late_end: float
+    late_release: float
+
+
+def laid_out(layout: Layout, spans: Sequence[Span], before_ends: float = 0.0) -> tuple[float, float]:
+    """When a grid of different clusters ends, and when the next one may start.
+
+    Each cluster starts where a slot is free first, in their order.
+
+    Args:
+        before_ends: clusters that start earlier wait for the launch before until then.
+    """
     free = [0.0] * min(layout.clusters, layout.groups * layout.slots)
     heapq.heapify(free)
+    released = 0.0
     for place in range(layout.clusters):
-        heapq.heappush(free, heapq.heappop(free) + durations[share_of(place, layout.clusters, len(durations))])
-    return max(free)
+        start = heapq.heappop(free)
+        span = spans[share_of(place, layout.clusters, len(spans))]
+        end, release = start + span.end, start + span.release
+        if start < before_ends:
+            end, release = max(end, span.late_end), max(release, span.late_release)
+        heapq.heappush(free, end)
+        released = max(released, release)
+    return max(free), released

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine of `schedule="clock"`: checks a launch as the others do, records it, and says how long it takes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from emulator.clock import grid
 from emulator.clock.chips import chip_of
 from emulator.clock.constants import ChipClock
-from emulator.clock.grid import Layout
+from emulator.clock.grid import Footprint, Layout, Span
 from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
 from emulator.clock.order import order_of
 from emulator.clock.registers import registers_of
@@ -65,16 +65,29 @@ class LaunchTime:
 
     Attributes:
         cycles: from the first instruction to the end of the last cluster.
-        microseconds: with what it takes to start it.
+        begin: of the first instruction, in microseconds of the stream.
+        released: when every CTA has let the next launch start, or has ended.
+        end: of the last cluster.
+        complete: when it and all before it have ended.
         replayed: of the clusters that were simulated.
+        before: the launch before it in the stream.
     """
 
     recorded: Recorded
     chip: ChipClock
     layout: Layout
     cycles: float
-    microseconds: float
+    begin: float
+    released: float
+    end: float
+    complete: float
     replayed: Replayed
+    before: "LaunchTime | None" = field(repr=False)
+
+    @property
+    def microseconds(self) -> float:
+        """What it adds to the stream: its time, with what it takes to start it, less what overlaps with others."""
+        return self.complete - (0.0 if self.before is None else self.before.complete)
 
 
 class ClockMachine(Machine):
@@ -104,7 +117,7 @@ class ClockMachine(Machine):
         self.overlap([launch])
 
     def overlap(self, launches: Sequence[Launch]) -> None:
-        """Run launches one after the other, and time each of them."""
+        """Run launches one after the other, and time each of them behind those before it in the stream."""
         for launch in launches:
             run = self._run(launch)
             run.execute()
@@ -112,7 +125,7 @@ class ClockMachine(Machine):
                 continue
             recorded = recorded_of(run)
             self.recorded.append(recorded)
-            self.times.append(time_of(recorded, self.chip))
+            self.times.append(time_of(recorded, self.chip, before=self.times[-1] if self.times else None))
 
     def _run(self, launch: Launch, overlap: Overlap | None = None) -> Run:
         run = super()._run(launch, overlap)
@@ -130,24 +143,62 @@ def recorded_of(run: Run) -> Recorded:
     return Recorded(launch, run.program, run.shared_bytes, places, classes, requested)
 
 
-def time_of(recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62) -> LaunchTime:
+def stream_of(launches: Iterable[Recorded], chip: ChipClock) -> list[LaunchTime]:
+    """Replay the launches of a stream."""
+    times: list[LaunchTime] = []
+    for recorded in launches:
+        times.append(time_of(recorded, chip, before=times[-1] if times else None))
+    return times
+
+
+def time_of(
+    recorded: Recorded, chip: ChipClock, *, shortest: int = 1 << 62, before: LaunchTime | None = None
+) -> LaunchTime:
     """Replay a launch on a chip.
 
     Args:
         shortest: waits from so many cycles on are kept for a timeline.
+        before: the launch before it in the stream.
     """
     launch, table = recorded.launch, table_of(recorded.program, chip)
-    slots = grid.occupancy(launch, recorded.shared_bytes, registers_of(recorded.program))
-    layout = Layout.of(launch, chip.sms, slots)
+    layout = Layout.of(launch, chip.sms, grid.occupancy(launch, recorded.shared_bytes, registers_of(recorded.program)))
+    begin, before_ends = begun(recorded, chip, layout, before)
     counts = recorded.instructions
     alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
     # CTAs that wait for others are timed one by one.
     timed = _alike if alike and not spins_of(recorded.program) else _different
-    cycles, replayed = timed(in_order(recorded, chip), table, chip, layout, shortest)
-    start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * launch.programmatic)
-    matrix = float(replayed.engines[ENGINES.index("tensor cores")]) / replayed.cycles
-    microseconds = start + chip.microseconds(cycles, matrix)
-    return LaunchTime(recorded, chip, layout, cycles, microseconds, replayed)
+    taken = timed(in_order(recorded, chip), table, chip, layout, shortest, before_ends)
+    matrix = float(taken.replayed.engines[ENGINES.index("tensor cores")]) / taken.replayed.cycles
+    released, end = (begin + chip.microseconds(cycles, matrix) for cycles in (taken.released, taken.cycles))
+    complete = end if before is None else max(end, before.complete)
+    return LaunchTime(recorded, chip, layout, taken.cycles, begin, released, end, complete, taken.replayed, before)
+
+
+def begun(recorded: Recorded, chip: ChipClock, layout: Layout, before: LaunchTime | None) -> tuple[float, int]:
+    """When a launch begins, and in which of its cycles it knows that the one before it has completed.
+
+    A programmatic one begins when the one before it lets it, if its first CTAs all find room beside that one's, and
+    else when that one ends.
+    """
+    start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * recorded.launch.programmatic)
+    if before is None or not recorded.launch.programmatic:
+        return start + (0.0 if before is None else before.complete), 0
+    begin = before.released + start
+    if not fits_beside(recorded, layout, before):
+        begin = max(begin, before.end)
+    known = before.end + chip["dependent_us"]
+    return begin, max(0, round((known - begin) * chip.gigahertz * 1e3))
+
+
+def fits_beside(recorded: Recorded, layout: Layout, before: LaunchTime) -> bool:
+    """Whether all CTAs of a launch that can start at the same time find room beside those of the one before."""
+    mine, other = (
+        Footprint.of(one.launch, one.shared_bytes, registers_of(one.program)) for one in (recorded, before.recorded)
+    )
+    taken, chip = before.layout, before.chip
+    used = min(chip.sms, taken.groups * taken.members)
+    room = used * mine.fits(other, min(taken.slots, taken.per_group)) + (chip.sms - used) * mine.fits()
+    return room >= layout.groups * layout.members * min(layout.slots, layout.per_group)
 
 
 def in_order(recorded: Recorded, chip: ChipClock) -> Recorded:
@@ -162,26 +213,44 @@ def in_order(recorded: Recorded, chip: ChipClock) -> Recorded:
     return replace(recorded, classes=classes)
 
 
-def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int) -> tuple[float, Replayed]:
+@dataclass(frozen=True)
+class Taken:
+    """Cycles of a grid, from its first instruction on.
+
+    Attributes:
+        released: when every CTA has let the next launch start, or has ended.
+        replayed: the simulated clusters, of which those that take longest.
+    """
+
+    cycles: float
+    released: float
+    replayed: Replayed
+
+
+def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int, before_ends: int) -> Taken:
     """The SMs that have most clusters; where these are many, the last ones are taken to go on as those before."""
     slots = min(layout.slots, layout.per_group)
     turns = min(layout.per_group, grid.SETTLED * slots)
     launches = [number % len(recorded.classes) for number in range(turns)]
     constants = chip.of_replay(layout.active)
-    replayed = replay(table, recorded.classes, launches, constants, recorded.missing, slots=slots, shortest=shortest)
+    replayed = replay(
+        table, recorded.classes, launches, constants, recorded.missing, slots=slots, shortest=shortest,
+        before_ends=before_ends,
+    )  # fmt: skip
+    released = int(replayed.releases.max())
     left = layout.per_group - turns
     if not left:
-        return replayed.cycles, replayed
+        return Taken(replayed.cycles, released, replayed)
     half = turns // 2
     ends = sorted(replayed.ends.tolist())
     # Stores run ahead of HBM: for long it is the busiest engine that counts.
     each = max((ends[-1] - ends[half - 1]) / (turns - half), float(replayed.engines.max()) / turns)
-    return replayed.cycles + left * each, replayed
+    return Taken(replayed.cycles + left * each, released + left * each, replayed)
 
 
 def _different(
-    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int
-) -> tuple[float, Replayed]:
+    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int, before_ends: int
+) -> Taken:
     """Each kind of cluster by itself, as many of it as run at the same time; then the grid.
 
     Clusters that wait for flags are replayed twice: a flag is set when the last cluster releases one that did not have
@@ -190,18 +259,32 @@ def _different(
     constants = chip.of_replay(grid.at_work(layout, recorded.instructions))
     slots = min(layout.slots, layout.per_group)
     flags = [spin.load for spin in spins_of(recorded.program)]
+    numbers = range(len(recorded.classes))
 
-    def replayed(number: int, flags_from: int) -> Replayed:
+    def replayed(number: int, flags_from: int, known_from: int) -> Replayed:
         return replay(
             table, recorded.classes, [number] * slots, constants, recorded.missing, slots=slots, shortest=shortest,
-            flags=flags, flags_from=flags_from,
+            flags=flags, flags_from=flags_from, before_ends=known_from,
         )  # fmt: skip
 
-    every = [replayed(number, 0) for number in range(len(recorded.classes))]
-    released = releases_of(recorded.program)
-    if flags and released:
-        set_at = max(int(one.stamps[released].max()) for one in every) + int(chip["gpu_fence"])
-        every = [replayed(number, set_at) if one.stamps[flags].any() else one for number, one in enumerate(every)]
-    durations = [one.cycles + chip["dispatch"] for one in every]
-    longest = max(range(len(durations)), key=lambda index: durations[index])
-    return grid.laid_out(layout, durations) - chip["dispatch"], every[longest]
+    def replays(known_from: int) -> list[Replayed]:
+        every = [replayed(number, 0, known_from) for number in numbers]
+        released = releases_of(recorded.program)
+        if flags and released:
+            set_at = max(int(one.stamps[released].max()) for one in every) + int(chip["gpu_fence"])
+            every = [
+                replayed(number, set_at, known_from) if one.stamps[flags].any() else one
+                for number, one in enumerate(every)
+            ]
+        return every
+
+    dispatch = chip["dispatch"]
+    every = replays(0)
+    late = replays(before_ends) if before_ends else every
+    spans = [
+        Span(*(time + dispatch for one in pair for time in (one.cycles, int(one.releases.max()))))
+        for pair in zip(every, late, strict=True)
+    ]
+    end, released = grid.laid_out(layout, spans, before_ends)
+    longest = max(numbers, key=lambda index: spans[index].late_end)
+    return Taken(end - dispatch, released - dispatch, late[longest])

@@ -142,8 +142,12 @@ class Gpu:
         self._call("cuLaunchKernelEx", ctypes.byref(config), function, arguments, None)
 
     def launch_us(self, micro: LaunchMicro) -> float:
+        """Microseconds that the micro-kernel measures, of each launch of a graph."""
+        return micro.of(lambda text: self._launch_us(micro, text), self.arch)
+
+    def _launch_us(self, micro: LaunchMicro, text: str) -> float:
         """Microseconds of a launch in a graph of many: of twice as many less those of once as many."""
-        module, function = self._function(micro.text(self.arch))
+        module, function = self._function(text)
         found = [self._graph_us(function, micro, count) for count in (LAUNCHES, 2 * LAUNCHES)]
         self._call("cuModuleUnload", module)
         return (found[1] - found[0]) / LAUNCHES

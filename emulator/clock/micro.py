@@ -335,25 +335,49 @@ MICROS = (
 )  # fmt: skip
 
 
+# A chain of FMAs whose result ptxas has to keep: nobody knows that it is not 1.
+CHAINED_TURN = "fma.rn.f32 %f0, %f0, %f0, %f0;\n" * 16
+CHAINED = """cvt.rn.f32.u32 %f0, %r0;
+mov.u32 %r2, {turns};
+TURN:
+{turn}sub.u32 %r2, %r2, 1;
+setp.ne.u32 %p0, %r2, 0;
+@%p0 bra TURN;
+setp.eq.f32 %p1, %f0, 0f3F800000;
+@%p1 st.global.f32 [%rd0], %f0;
+"""
+LATE_STEPS = 2048
+
+
 @dataclass(frozen=True)
 class LaunchMicro:
-    """Empty kernels, one behind the other in a graph.
+    """Kernels of a warp, one behind the other in a graph, that do nothing but let the next one start, wait and add.
 
     Attributes:
         measures: the constants, in words.
         programmatic: each may begin before the one in front of it ended.
         expected: microseconds of each by a chip's constants.
+        steps: of a chain of FMAs behind the wait. Where there are any, twice as many are timed too, and what they add
+            is taken off, whatever the GPU's clock.
     """
 
     name: str
     measures: str
     programmatic: bool
     expected: Callable[[ChipClock], float]
+    steps: int = 0
 
-    def text(self, arch: str) -> str:
-        """The PTX."""
-        head = HEAD.format(arch=arch)
-        return f"{head}griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\nret;\n}}\n"
+    def text(self, arch: str, times: int = 1) -> str:
+        """The PTX, with so many times the steps."""
+        control = "griddepcontrol.launch_dependents;\ngriddepcontrol.wait;\n"
+        work = CHAINED.format(turns=self.steps * times // 16, turn=CHAINED_TURN) if self.steps else ""
+        return f"{HEAD.format(arch=arch)}{control}{work}ret;\n}}\n"
+
+    def of(self, once: Callable[[str], float], arch: str) -> float:
+        """Microseconds of each launch, given what one of a text takes."""
+        if not self.steps:
+            return once(self.text(arch))
+        return 2 * once(self.text(arch)) - once(self.text(arch, 2))
 
 
 LAUNCH_MICROS = (
@@ -361,5 +385,9 @@ LAUNCH_MICROS = (
     LaunchMicro(
         "dependent", "launch_us less overlapped_us", True,
         lambda chip: max(0.0, chip["launch_us"] - chip["overlapped_us"]),
+    ),
+    LaunchMicro(
+        "dependent-late", "dependent_us: a wait that is there before the launch in front ends", True,
+        lambda chip: chip["dependent_us"], LATE_STEPS,
     ),
 )  # fmt: skip

@@ -50,7 +50,7 @@ class Bar:
 
 def bars(time: LaunchTime, window: tuple[float, float]) -> list[Bar]:
     """Those of the first simulated CTA, as far as they lie in a window of cycles; ordered by row and time."""
-    drawn = time_of(time.recorded, time.chip, shortest=SHORTEST).replayed
+    drawn = time_of(time.recorded, time.chip, shortest=SHORTEST, before=time.before).replayed
     warps = len(time.recorded.classes[0][0])
     found = []
     for start, stop, _, where, reason, engine in drawn.segments.tolist():

@@ -76,14 +76,14 @@ struct Cta {
     Warpgroup *groups;
     MBarrier barriers[MBARRIERS];
     Barrier named[NAMED];
-    u32 rank;
+    u32 rank, released;  // whether it has let the next launch start
 };
 
 struct Cluster {
     Cta *ctas;
     Barrier barrier;
     u64 round, round_done[PHASES];
-    u32 launch, live, slot;
+    u32 launch, live, slot, holding;  // holding: CTAs that have not let the next launch start
 };
 
 typedef struct {
@@ -161,12 +161,23 @@ static void block(Warp *w, u8 how, u8 reason) {
 
 static void start_cluster(Sim *s, Cluster *cluster, u64 when);
 
+// A CTA lets the next launch start: the first of its warps counts.
+static void release(Sim *s, Cta *cta, u64 when) {
+    Cluster *cluster = cta->cluster;
+    if (cta->released) return;
+    cta->released = 1;
+    cluster->holding--;
+    s->p->releases[cluster->launch] = MAX(s->p->releases[cluster->launch], when);
+}
+
 static void end_warp(Sim *s, Warp *w, u64 when) {
     Cluster *cluster = w->cta->cluster;
+    u64 *end = &s->p->ends[cluster->launch];
     w->block = ENDED;
     w->ready = NEVER;
-    s->p->ends[cluster->launch] = MAX(s->p->ends[cluster->launch], when);
+    *end = MAX(*end, when);
     if (--cluster->live) return;
+    if (cluster->holding) s->p->releases[cluster->launch] = *end;
     s->live--;
     start_cluster(s, cluster, s->p->ends[cluster->launch] + (u64)constant(s, C_DISPATCH));
 }
@@ -483,6 +494,8 @@ static void execute(Sim *s, Warp *w, const Static *in, u32 index, u64 t) {
         case BULK_WAIT_READ: next = MAX(next, group_done(&w->bulk, in->value, in->kind == BULK_WAIT_READ)), reason = COPIES; break;
         case CP_WAIT: next = MAX(next, in->value < 0 ? copies_so_far(&w->copies) : group_done(&w->copies, in->value, 0)), reason = COPIES; break;
         case TENSOR_WAIT: next = MAX(next, w->tensor_done), reason = TENSOR_MEMORY; break;
+        case LAUNCH_WAIT: next = MAX(next, s->p->before_ends), reason = LAUNCH; break;
+        case LAUNCH_NEXT: release(s, w->cta, t); break;
         default: break;
     }
     const u32 *results = s->p->rows + in->rows + in->sources;
@@ -568,11 +581,13 @@ static void start_cluster(Sim *s, Cluster *cluster, u64 when) {
     if (s->next_launch >= p->launch_count) return;
     u32 launch = cluster->launch = s->next_launch++, of = p->launches[launch];
     cluster->live = p->members * p->warps;
+    cluster->holding = p->members;
     cluster->barrier = (Barrier){0, 0};
     cluster->round = 0;
     s->live++;
     for (u32 rank = 0; rank < p->members; rank++) {
         Cta *cta = cluster->ctas + rank;
+        cta->released = 0;
         memset(cta->barriers, 0, sizeof cta->barriers);
         memset(cta->named, 0, sizeof cta->named);
         memset(cta->groups, 0, sizeof(Warpgroup) * ((p->warps + 3) / 4));

@@ -78,6 +78,7 @@ typedef struct {
     const u32 *launches;  // class of each cluster, in the order in which they start
     const double *missing;  // of each region, the part of its bytes that comes from HBM
     u64 *ends;  // [launches]
+    u64 *releases;  // [launches] when each of its CTAs has let the next launch start, or has ended
     u64 *stalls;  // [members * warps][instructions][REASONS] cycles
     double *engines;  // [ENGINES] busy cycles of the first SM
     Segment *segments;
@@ -85,6 +86,7 @@ typedef struct {
     const u8 *flags;  // [instructions] whether it loads a flag that another CTA sets
     u64 segment_count, segment_room, shortest;  // waits from so many cycles on are kept
     u64 flags_from;  // the cycle from which on flags are set
+    u64 before_ends;  // the cycle from which on griddepcontrol.wait returns
     u32 instr_count, row_count, members, warps, launch_count, slots, region_count, pad;
 } Problem;
 

@@ -34,10 +34,10 @@ SEGMENT = np.dtype(
 TRACE = np.dtype([("entries", "u8"), ("events", "u8"), ("count", "u8"), ("event_count", "u8")])
 MOST_SEGMENTS = 1 << 18
 POINTERS = (
-    "constants", "instrs", "rows", "traces", "launches", "missing", "ends", "stalls", "engines", "segments", "stamps",
-    "flags",
+    "constants", "instrs", "rows", "traces", "launches", "missing", "ends", "releases", "stalls", "engines",
+    "segments", "stamps", "flags",
 )  # fmt: skip
-SIZES = ("segment_count", "segment_room", "shortest", "flags_from")
+SIZES = ("segment_count", "segment_room", "shortest", "flags_from", "before_ends")
 COUNTS = ("instr_count", "row_count", "members", "warps", "launch_count", "slots", "region_count", "pad")
 
 
@@ -84,6 +84,7 @@ class Replayed:
     """Attributes:
     cycles: until the last cluster has ended.
     ends: uint64[launches], of each cluster.
+    releases: uint64[launches]: when each CTA of a cluster has let the next launch start, or has ended.
     stalls: uint64[members * warps, instructions, reasons]: cycles that warps waited before an instruction; at
         `issued` how often it was issued.
     engines: busy cycles of the first SM, by ENGINES.
@@ -93,6 +94,7 @@ class Replayed:
 
     cycles: int
     ends: NDArray[np.uint64]
+    releases: NDArray[np.uint64]
     stalls: NDArray[np.uint64]
     engines: NDArray[np.float64]
     segments: NDArray[np.void] = field(repr=False)
@@ -118,6 +120,7 @@ def replay(
     shortest: int = 1 << 62,
     flags: Sequence[int] = (),
     flags_from: int = 0,
+    before_ends: int = 0,
 ) -> Replayed:
     """Run clusters one behind the other in some slots.
 
@@ -129,6 +132,7 @@ def replay(
         shortest: waits of fewer cycles are kept in no segment.
         flags: instructions that load a flag which another CTA sets.
         flags_from: the cycle from which on it is set.
+        before_ends: the cycle from which on a wait for the launch before returns.
 
     Raises:
         Stuck: warps wait for each other.
@@ -148,6 +152,7 @@ def replay(
         "launches": np.array(launches, np.uint32),
         "missing": np.array([*missing, 0.0]),
         "ends": np.zeros(len(launches), np.uint64),
+        "releases": np.zeros(len(launches), np.uint64),
         "stalls": np.zeros((members * warps, len(table.instrs), len(REASONS)), np.uint64),
         "engines": np.zeros(len(ENGINES)),
         "segments": np.zeros(room, SEGMENT),
@@ -156,6 +161,7 @@ def replay(
     }
     problem = Problem(**{name: array.ctypes.data for name, array in arrays.items()})
     problem.segment_room, problem.shortest, problem.flags_from = room, shortest, flags_from
+    problem.before_ends = before_ends
     problem.instr_count, problem.row_count = len(table.instrs), table.row_count
     problem.members, problem.warps, problem.slots = members, warps, slots
     problem.launch_count, problem.region_count = len(launches), len(missing)
@@ -163,4 +169,5 @@ def replay(
     if not cycles:
         raise Stuck("the replay of the kernel does not come to an end: what its warps wait for is in no trace")
     kept = arrays["segments"][: problem.segment_count].copy()
-    return Replayed(cycles, arrays["ends"], arrays["stalls"], arrays["engines"], kept, arrays["stamps"])
+    ends, releases, stalls, engines = (arrays[name] for name in ("ends", "releases", "stalls", "engines"))
+    return Replayed(cycles, ends, releases, stalls, engines, kept, arrays["stamps"])

@@ -68,9 +68,10 @@ def launch_text(time: LaunchTime) -> str:
     ran = f"{len(recorded.places)} of {layout.clusters} clusters of {layout.members} simulated"
     lines = [
         cut(recorded.launch.kernel, WIDTH),
-        f"  {time.microseconds:.2f} us on an {time.chip.name}: {number(time.cycles)} cycles at {time.chip.gigahertz}"
-        f" GHz, and {time.chip['launch_us']} us to start",
+        f"  {time.microseconds:.2f} us on an {time.chip.name}, with what it takes to start:"
+        f" {number(time.cycles)} cycles at {time.chip.gigahertz} GHz",
         f"  {ran}, {layout.slots} at a time on an SM",
+        *([f"  {stream_text(time)}"] if time.before is not None else []),
         f"  bound by {bound(time)}",
         columns([["engine", "busy"], *([name, f"{part:.0%}"] for name, part in utilisation(time).items())]),
         "  longest waits, cycles of all warps of a cluster:",
@@ -79,8 +80,16 @@ def launch_text(time: LaunchTime) -> str:
     return "\n".join([*lines, *([columns([["for", "cycles", "before", "at"], *rows], left=1)] if rows else [])])
 
 
+def stream_text(time: LaunchTime) -> str:
+    """Where a launch is in its stream."""
+    assert time.before is not None
+    overlap = max(0.0, time.before.complete - time.begin)
+    beside = f", {overlap:.2f} us of it beside the launch before" if overlap else ""
+    return f"begins at {time.begin:.2f} us, ends at {time.end:.2f} us{beside}"
+
+
 def text(times: Sequence[LaunchTime]) -> str:
     """All launches, and their times together."""
     parts = [launch_text(time) for time in times]
     total = sum(time.microseconds for time in times)
-    return "\n".join([*parts, f"{len(times)} launches, {total:.2f} us one behind the other. {MODEL}"])
+    return "\n".join([*parts, f"{len(times)} launches of a stream, {total:.2f} us. {MODEL}"])

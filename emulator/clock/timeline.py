@@ -28,10 +28,10 @@ COLOURS = {
 }
 
 
-def events(time: LaunchTime, start: float = 0.0) -> list[dict[str, Any]]:
-    """Of the clusters that were simulated, from a time in microseconds on."""
+def events(time: LaunchTime) -> list[dict[str, Any]]:
+    """Of the clusters that were simulated, in the stream's time."""
     chip, recorded = time.chip, time.recorded
-    drawn = time_of(recorded, chip, shortest=SHORTEST).replayed
+    drawn = time_of(recorded, chip, shortest=SHORTEST, before=time.before).replayed
     warps, program = len(recorded.classes[0][0]), recorded.program
     found: list[dict[str, Any]] = []
     rows: set[tuple[int, int]] = set()
@@ -45,7 +45,7 @@ def events(time: LaunchTime, start: float = 0.0) -> list[dict[str, Any]]:
             "name": ENGINES[engine] if engine else f"waits for {REASONS[reason]}",
             "pid": row[0],
             "tid": row[1],
-            "ts": start + chip.microseconds(first),
+            "ts": time.begin + chip.microseconds(first),
             "dur": chip.microseconds(last - first),
             "args": {"ptx": show_instr(instr), "at": program.module.where(instr), "cycles": last - first},
         }
@@ -65,10 +65,6 @@ def _names(rows: set[tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def write(times: Sequence[LaunchTime], file: Path) -> None:
-    """All launches, one behind the other."""
-    every: list[dict[str, Any]] = []
-    start = 0.0
-    for time in times:
-        every += events(time, start)
-        start += time.microseconds
+    """All launches of a stream."""
+    every = [event for time in times for event in events(time)]
     file.write_text(json.dumps({"traceEvents": every, "displayTimeUnit": "ns"}))

@@ -28,6 +28,7 @@ BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, know
     "distant_latency": Known(200, "before: HPMLL, 181 to 207 on an H800; an H100 has 192"),
     "cluster_barrier": Known(190, "before: derived from distant_latency; an H100 has 72"),
     "overlapped_us": Known(0.96, "before: pegainfer issue 569; an H100 has 0.82"),
+    "dependent_us": Known(0.41, "derived, at most: what an H100 has is 0.03 less than launch_us less overlapped_us"),
     "matrix_flops": Known(8192, "umma: m128n256k16 every 128 cycles"),
     "hbm_latency": Known(1150, "tma: 1100 to 1200 by LDGSTS, all SMs loaded"),
     "tensor_move_bytes": Known(128, "assumed: 32 lanes of 4 bytes for each of an SM's four parts; no source was found"),

@@ -55,6 +55,10 @@ HOPPER = {
     "store_cost": Known(1.12, "fitted: bytes of HBM that a stored byte takes the time of"),
     "launch_us": Known(1.4, "fitted: from one kernel of a graph to the next, and its first instructions"),
     "overlapped_us": Known(0.82, f"{AGAIN}: a dependent launch takes 0.58; launch_us less that"),
+    "dependent_us": Known(
+        0.55,
+        f"{AGAIN}, at most: from a launch's end to the return of the next one's wait; a launch that waits takes 0.58",
+    ),
     "matrix_clock": Known(0.78, "fitted: the clock's part that is left where tensor cores never rest"),
     "hbm_efficiency": Known(0.92, "fitted"),
     "l2_terabytes": Known(

@@ -350,7 +350,7 @@ def test_clusters_are_chosen_all_over_the_grid():
     assert all(len({one % period * 8 // period for one in some}) > 3 for period in (16, 64, 128))
     assert sum(grid.weights(100, 3)) == 100
     layout = grid.Layout(clusters=4, groups=2, slots=1, members=1)
-    assert grid.laid_out(layout, [10.0, 4.0]) == 14.0
+    assert grid.laid_out(layout, [grid.Span(10.0, 3.0, 10.0, 3.0), grid.Span(4.0, 2.0, 4.0, 2.0)]) == (14.0, 12.0)
 
 
 def test_idle_clusters_leave_their_share_to_the_others():
