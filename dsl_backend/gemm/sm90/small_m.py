@@ -64,16 +64,20 @@ class SmallMGemm(SmallMGemmBase):
             (MMA_M, self.tokens),
         )
 
+    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> cute.Tensor:
+        """Stages of weights in shared memory."""
+        return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+
     @cute.kernel
     def kernel(
         self,
         params: SmallMParams,
         tiled_mma: cute.TiledMma,
-        sW_layout: cute.ComposedLayout,
+        sW_layout: cute.Layout | cute.ComposedLayout,
         sX_layout: cute.ComposedLayout,
     ):
         smem = cutlass.utils.SmemAllocator()
-        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sW = self.allocate_weights(smem, sW_layout)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
         received = self.received(smem)
@@ -84,7 +88,8 @@ class SmallMGemm(SmallMGemmBase):
                 self.expect_partials(received)
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_w, params.tma_atom_x):
-                cpasync.prefetch_descriptor(atom)
+                if cutlass.const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         self.meet_begin()
         work = self.begin(params, smem)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles and stages of the SM90 kernel of weights of 4 or 8 bits."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from dsl_backend.gemm.sm90.configs import MMA_M, SmallMConfig
+from dsl_backend.gemm.weight_only import MOST_ROWS, WeightOnlyGemmSpec
+from dsl_backend.quant.weight_only import TILE_COLUMNS, WeightOnlyFormat
+
+MOST_STAGES = 24
+# With 64 tokens and 168 registers a thread, 96 to 304 bytes spilled.
+TOKENS_OF_EQUAL_SHARES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOnlyConfig(SmallMConfig):
+    """The GEMM of weights of 4 or 8 bits for few rows. A stage has the columns of one packed tile."""
+
+    tile_k: int = TILE_COLUMNS
+
+    @property
+    def row_tiles(self) -> int:
+        """Packed tiles of a stage."""
+        return 2 * self.box // MMA_M
+
+    @property
+    def trades_registers(self) -> bool:
+        """With two consumers a thread has 168 registers otherwise: two sets of accumulators of 48 tokens spill."""
+        return self.groups > 1 and self.tokens > TOKENS_OF_EQUAL_SHARES
+
+    def packed_stage_bytes(self, kind: WeightOnlyFormat) -> int:
+        """Bytes of a stage: packed tiles, and 16-bit x."""
+        return self.row_tiles * kind.tile_words * 4 + self.tile_tokens * self.tile_k * 2
+
+    def smem_bytes(self, spec: WeightOnlyGemmSpec) -> int:  # type: ignore[override]
+        plain = super().smem_bytes(spec)  # type: ignore[arg-type]
+        return plain + self.stages * (self.packed_stage_bytes(spec.kind) - self.stage_bytes(spec.dtypes))
+
+    def objections(self, spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[str]:  # type: ignore[override]
+        reasons = []
+        if self.tile_k != TILE_COLUMNS:
+            reasons.append(f"tile_k {self.tile_k}: packed weights have {TILE_COLUMNS} columns in a tile")
+        if self.split_tokens:
+            reasons.append("split_tokens: two consumers would unpack the same weights")
+        if self.tokens > MOST_ROWS:
+            reasons.append(f"{self.tokens} tokens: {MOST_ROWS} are the most, for which there are registers")
+        return reasons + super().objections(spec, smem_bytes)  # type: ignore[arg-type]
+
+
+# Two consumers unpack; one leaves the units idle while it waits.
+TILES = (
+    *(WeightOnlyConfig(tokens=tokens, groups=2) for tokens in (8, 16, 32, 48, 64)),
+    *(
+        WeightOnlyConfig(tokens=tokens, groups=groups, num_splits=num_splits)
+        for tokens in (8, 16, 32, 48, 64)
+        for groups in (2, 1)
+        for num_splits in (2, 4, 8)
+    ),
+)
+
+
+def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> Iterator[WeightOnlyConfig]:
+    """The configurations that fit a problem, each with as many stages as fit."""
+    for tiles in TILES:
+        tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
+        found = next((config for config in tried if not config.objections(spec, smem_bytes)), None)
+        if found is not None:
+            yield found
