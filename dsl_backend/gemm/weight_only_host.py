@@ -55,12 +55,12 @@ def fake_args(key: WeightOnlyKey[WeightOnlyConfig]) -> GemmArgs:
     return args
 
 
-def build(key: WeightOnlyKey[WeightOnlyConfig], target: Target) -> Function:
+def build(
+    key: WeightOnlyKey[WeightOnlyConfig], target: Target, kernel: type[WeightOnlySmallMGemm] = WeightOnlySmallMGemm
+) -> Function:
     """The compiled function of `launch_args`; it launches on torch's current stream."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    return compile_kernel(
-        WeightOnlySmallMGemm(key), (*launch_args(fake_args(key)), stream), key=key, target=target
-    )
+    return compile_kernel(kernel(key), (*launch_args(fake_args(key)), stream), key=key, target=target)
 
 
 def precompile_spec(spec: WeightOnlyGemmSpec, config: WeightOnlyConfig, target: Target) -> PrecompileSpec:
