@@ -54,8 +54,8 @@ def bulk_load(
         source: an address. It, the target and the size are multiples of 16 bytes.
     """
     cute.arch.inline_ptx(
-        f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [{{$r0}}], [{{$r1}}], {size}, "
-        "[{$r2}], {$r3};",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        f"[{{$r0}}], [{{$r1}}], {size}, [{{$r2}}], {{$r3}};",
         read_only_args=[
             cutlass.Int32(target.toint(loc=loc, ip=ip)),
             cutlass.Int64(source),

@@ -2,8 +2,8 @@
 """Weights of 4 or 8 bits for products with 16-bit activations: the format, and the layout that kernels stream.
 
 A weight is (value - zero point) * scale. Values are integers from 0; a group of columns of k has a scale and a zero
-point in each row. That covers GPTQ's symmetric weights (the zero point is half of the range) and AWQ's (a zero point for
-each group).
+point in each row. That covers GPTQ's symmetric weights (the zero point is half of the range) and AWQ's (a zero point
+for each group).
 
 Packed weights are tiles of 64 rows and 128 columns, [row tile, column tile, 32-bit word]. A tile holds all that its
 products need, so that one copy brings it:

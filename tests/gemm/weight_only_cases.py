@@ -54,7 +54,8 @@ def emulate(
 
 
 W4, ASYMMETRIC, W8 = WeightOnlyFormat(), WeightOnlyFormat(zero_points=True), WeightOnlyFormat(bits=8)
-FEW = WeightOnlyCase(rows=5, n=200, k=456, kind=W4)
+# Three tiles of rows, of which two are a stage's.
+FEW = WeightOnlyCase(rows=5, n=136, k=456, kind=W4)
 SMALL = WeightOnlyConfig(tokens=8, stages=2)
 
 CASES = [
@@ -63,7 +64,7 @@ CASES = [
         id="w4-zero-points",
         why="a zero point for two tiles of columns; float16; two consumers; a bias",
         case=replace(
-            FEW, rows=13, n=456, k=712, kind=replace(ASYMMETRIC, group=256), dtype=F16, bias=True, pad_x=8, pad_out=16
+            FEW, rows=13, n=328, k=712, kind=replace(ASYMMETRIC, group=256), dtype=F16, bias=True, pad_x=8, pad_out=16
         ),
         config=WeightOnlyConfig(tokens=16, stages=3, groups=2),
     ),
@@ -90,7 +91,7 @@ CASES = [
     WeightOnlyEmulated(
         id="w8-split",
         why="eight bits of float16 in halves of k",
-        case=replace(FEW, rows=13, n=456, kind=W8, dtype=F16, bias=True),
+        case=replace(FEW, rows=13, n=328, kind=W8, dtype=F16, bias=True),
         config=WeightOnlyConfig(tokens=16, stages=3, groups=2, num_splits=2),
     ),
     WeightOnlyEmulated(

@@ -7,9 +7,9 @@ products have no error of a scale, and the sums of each 128 columns are multipli
 
 A consumer's two boxes take turns: it unpacks one while the products of the other are in flight.
 
-Unpacking: four bits over the mantissa of `base(dtype)` are the number base + value, two for each word with one `and` and
-one `or`. Four bits less base and zero point are the element. Eight bits are high and low ones, each as base + bits:
-low - ((17 base + 128) - 16 high) is the element, and every step is exact.
+Unpacking: four bits over the mantissa of `base(dtype)` are the number base + value, two for each word with one `and`
+and one `or`. Less base and zero point that is the element. Eight bits are four high and four low ones, each as base +
+bits: low - ((17 base + 128) - 16 high) is the element, and every step is exact.
 """
 
 import struct
@@ -84,9 +84,7 @@ class WeightOnlySmallMGemm(SmallMGemm):
             cute.slice_(sX_box, (None, None, 0)),
             (self.tile_tokens, self.tile_k),
         )
-        return SmallMParams(
-            None, operands.weight, tma_atom_x, mX, operands.bias, None, operands.out, partials, flags
-        )
+        return SmallMParams(None, operands.weight, tma_atom_x, mX, operands.bias, None, operands.out, partials, flags)
 
     def smem_layouts(self):
         """(sW_layout, sX_layout): stages of packed tiles and of x [tile_tokens, tile_k]."""
@@ -234,7 +232,9 @@ class WeightOnlySmallMGemm(SmallMGemm):
         """A thread's elements of a packed tile in a stage, as the A operand, and the scales of its two rows."""
         tile = sW[None, row_tile, stage]
         rows = cute.recast_tensor(
-            cute.make_tensor(tile.iterator + self.kind.value_words, cute.make_layout(self.kind.tile_words - self.kind.value_words)),
+            cute.make_tensor(
+                tile.iterator + self.kind.value_words, cute.make_layout(self.kind.tile_words - self.kind.value_words)
+            ),
             self.x_dtype,
         )
         row = self.thread_column(0, thread)
