@@ -176,7 +176,7 @@ def tiled(of_rows: torch.Tensor, rows: int) -> torch.Tensor:
     """16-bit numbers [n, column tiles] as words [row tiles, column tiles, 32]."""
     column_tiles = of_rows.shape[1]
     wide = padded(of_rows, rows, column_tiles).view(-1, TILE_ROWS, column_tiles)
-    return wide.transpose(1, 2).contiguous().view(torch.int32)
+    return wide.transpose(1, 2).reshape(-1).view(torch.int32).view(-1, column_tiles, TILE_ROWS // 2)
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype, kind: WeightOnlyFormat) -> tuple[torch.Tensor, ...]:

@@ -34,6 +34,12 @@ def test_unpack_gives_back(kind: WeightOnlyFormat, dtype: torch.dtype) -> None:
         assert torch.equal(zero_points[0][: case.n], by_tile(given.zero_points, kind, 4))
 
 
+def test_one_tile() -> None:
+    kind = WeightOnlyFormat()
+    given = tensors(WeightOnlyCase(rows=1, n=8, k=8, kind=kind), "cpu")
+    assert torch.equal(unpack(given.packed, torch.bfloat16, kind)[0][:8, :8], given.values)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_layout_is_the_documented_one(bits: int) -> None:
     """Every value lies where the module's text says."""

@@ -23,6 +23,15 @@ def mistake(id: str, said: str, wrong: str) -> Mistake:
     return Mistake(id, weight_only_small_m, said, wrong)
 
 
+RELEASED = '''        return warps(self.groups * WARPGROUP // WARP)
+
+    def release(self, pipeline: Pipeline, position, thread):
+        """By a consumer's threads: give a position's stage back, each warp for itself."""
+        pipeline.warp_release(position, thread % WARP)
+'''
+RELEASED_BY_ONE = RELEASED.replace(" * WARPGROUP // WARP", "").replace(
+    "warp_release(position, thread % WARP)", "warpgroup_release(position, thread)"
+)
 MISTAKES = (
     ("w4", mistake("sums of other tiles stay", "        if not accumulate:\n", "        if accumulate:\n")),
     (
@@ -37,18 +46,19 @@ MISTAKES = (
         "w4",
         mistake(
             "box 1 is read too soon",
-            "            wgmma.wait_group(0)\n            fence_operand(part_1)\n            pipeline",
-            "            fence_operand(part_1)\n            pipeline",
+            "            wgmma.wait_group(0)\n            fence_operand(part_1)\n            self.release",
+            "            fence_operand(part_1)\n            self.release",
         ),
     ),
     (
         "w4-row",
         mistake(
             "another stage is given back",
-            "            pipeline.warpgroup_release(start + i - 1, thread)\n",
-            "            pipeline.warpgroup_release(start + i, thread)\n",
+            "            self.release(pipeline, start + i - 1, thread)\n",
+            "            self.release(pipeline, start + i, thread)\n",
         ),
     ),
+    ("w4-row", mistake("one warp gives a stage back for all", RELEASED, RELEASED_BY_ONE)),
     ("w4", mistake("a position is not awaited", "            pipeline.consumer_wait(start + i)\n", "")),
     ("w4", mistake("scales of the other row", "scales[i // 2 % 2], acc[i]", "scales[1 - i // 2 % 2], acc[i]")),
     (

@@ -17,7 +17,7 @@ from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_RE
 from dsl_backend.gemm.small_m import Received, SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
-from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
+from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, Role, warpgroups
 
 # Iterations that a CTA is behind its peers, so that their partial sums are there.
 HEAD_START = 4
@@ -31,7 +31,16 @@ class SmallMGemm(SmallMGemmBase):
         config = key.config
         self.split_tokens, self.threads = config.split_tokens, config.threads
         self.trades_registers = config.trades_registers
-        self.load_edge = Edge("x and weights", TMA, warpgroups(self.groups), self.stages)
+        self.load_edge = Edge("x and weights", TMA, self.consumers, self.stages)
+
+    @property
+    def consumers(self) -> Role:
+        """Who gives a stage back: products of a warpgroup read it, and one thread knows when they are done."""
+        return warpgroups(self.groups)
+
+    def release(self, pipeline: Pipeline, position, thread):
+        """By a consumer's threads: give a position's stage back."""
+        pipeline.warpgroup_release(position, thread)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
@@ -178,7 +187,7 @@ class SmallMGemm(SmallMGemmBase):
             wgmma.wait_group(0)
             fence_operand(acc_0)
             fence_operand(acc_1)
-            pipeline.warpgroup_release(end - 1 - work.start, thread)
+            self.release(pipeline, end - 1 - work.start, thread)
             if start > tile_start:
                 self.store_partials(params, acc_0, acc_1, work.worker, group, thread)
             else:
@@ -241,7 +250,7 @@ class SmallMGemm(SmallMGemmBase):
             self.issue(tiled_mma, acc_0, acc_1, *operands, pipeline, start + i)
             # The position before this one is done.
             wgmma.wait_group(1)
-            pipeline.warpgroup_release(start + i - 1, thread)
+            self.release(pipeline, start + i - 1, thread)
 
     @cute.jit
     def issue(

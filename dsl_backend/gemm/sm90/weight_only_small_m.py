@@ -23,7 +23,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
 from dsl_backend.gemm.args import GemmOperands, StreamKScratch
-from dsl_backend.gemm.sizes import WARPGROUP
+from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
@@ -33,7 +33,7 @@ from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand, words_of
 from dsl_backend.primitives.copy import bulk_load
 from dsl_backend.primitives.math import fma, fma_f16x2, sub_f16x2
-from dsl_backend.primitives.pipeline import Pipeline
+from dsl_backend.primitives.pipeline import Pipeline, Role, warps
 from dsl_backend.quant.weight_only import TILE_COLUMNS, TILE_ROWS, base
 
 WORD_BITS, NIBBLES = 32, 4
@@ -56,6 +56,15 @@ class WeightOnlySmallMGemm(SmallMGemm):
         self.kind, self.dtype = key.kind, key.dtypes.x
         self.row_tiles, self.stage_bytes = key.config.row_tiles, key.config.packed_stage_bytes(key.kind)
         self.pair = "bf16x2" if self.dtype == torch.bfloat16 else "f16x2"
+
+    @property
+    def consumers(self) -> Role:
+        """Every warp reads its own weights, and may be behind the others."""
+        return warps(self.groups * WARPGROUP // WARP)
+
+    def release(self, pipeline: Pipeline, position, thread):
+        """By a consumer's threads: give a position's stage back, each warp for itself."""
+        pipeline.warp_release(position, thread % WARP)
 
     @property
     def mma_dtypes(self) -> tuple[Any, Any]:
@@ -196,7 +205,7 @@ class WeightOnlySmallMGemm(SmallMGemm):
             self.unpack(sW, stage, group, thread, tCrW_0, scales_0)
             wgmma.wait_group(0)
             fence_operand(part_1)
-            pipeline.warpgroup_release(start + i - 1, thread)
+            self.release(pipeline, start + i - 1, thread)
             self.multiply(part_0, tCrW_0, tCrX, stage)
             self.add_scaled(acc_1, part_1, scales_1)
             self.unpack(sW, stage, self.groups + group, thread, tCrW_1, scales_1)
