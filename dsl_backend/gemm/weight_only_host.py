@@ -14,10 +14,9 @@ from dsl_backend.gemm.sm90.weight_only_small_m import WeightOnlySmallMGemm
 from dsl_backend.gemm.views import NUMERIC
 from dsl_backend.gemm.weight_only import MULTIPLE, WeightOnlyGemmSpec, WeightOnlyKey
 from dsl_backend.runtime.compile import Function, compile_kernel
-from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 
-__all__ = ["build", "key_of", "precompile_spec", "run"]
+__all__ = ["build", "key_of", "run"]
 
 
 def key_of(spec: WeightOnlyGemmSpec, config: WeightOnlyConfig) -> WeightOnlyKey[WeightOnlyConfig]:
@@ -61,8 +60,3 @@ def build(
     """The compiled function of `launch_args`; it launches on torch's current stream."""
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return compile_kernel(kernel(key), (*launch_args(fake_args(key)), stream), key=key, target=target)
-
-
-def precompile_spec(spec: WeightOnlyGemmSpec, config: WeightOnlyConfig, target: Target) -> PrecompileSpec:
-    """What to compile ahead."""
-    return PrecompileSpec("linear", build, key_of(spec, config), target)

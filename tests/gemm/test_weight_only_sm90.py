@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SM90's kernel of weights of 4 and 8 bits on the emulator: right, and without a finding. What it refuses."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("cutlass")
@@ -8,11 +11,14 @@ pytest.importorskip("cutlass")
 from weight_only_cases import ARCH, CASES, FEW, SMEM_BYTES, W4, W8, WeightOnlyEmulated, emulate, random_emulated
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig, fitting
+from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig, chosen, fitting
 from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
+from dsl_backend.quant.weight_only import WeightOnlyFormat
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import BF16
 from tests.machine_code import found
 
+TIMED = Path(__file__).parents[2] / "docs/data/h200-weight-only.jsonl"
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED_IN_REST, FUZZED_IN_FULL = 6, 60
 QUICK = ("w4-zero-points", "w8-split", "w4-special")
@@ -69,6 +75,22 @@ def test_configurations_fit(kind) -> None:
     assert {config.tokens for config in configs} == {8, 16, 32, 48, 64}
     assert {config.num_splits for config in configs} == {1, 2, 4, 8}
     assert all(config.smem_bytes(spec) <= SMEM_BYTES for config in configs)
+
+
+@pytest.mark.parametrize(("bits", "most", "slow"), [(4, 1.08, 0), (8, 1.2, 1)])
+def test_chosen_is_nearly_the_fastest(bits: int, most: float, slow: int) -> None:
+    """Of the configurations that were timed on an H200."""
+    rows = [json.loads(line) for line in TIMED.read_text().splitlines()]
+    regrets = []
+    for row in (row for row in rows if row["bits"] == bits):
+        spec = WeightOnlyGemmSpec(n=row["n"], k=row["k"], dtype=BF16, kind=WeightOnlyFormat(bits=bits))
+        config = chosen(spec, row["m"], from_arch(ARCH))
+        assert config.objections(spec, SMEM_BYTES) == []
+        of_ours = {name: us for name, us in row["us"].items() if name not in ("marlin", "machete")}
+        us = of_ours[f"{config.groups}g/{config.num_splits}s{config.stages}"]
+        regrets.append(us / min(of_ours.values()))
+    assert len(regrets) == 40
+    assert sum(regret > most for regret in regrets) == slow, sorted(regrets)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dsl_backend.gemm.cost import max_ctas
 from dsl_backend.gemm.sm90.configs import MMA_M, SmallMConfig
 from dsl_backend.gemm.weight_only import MOST_ROWS, WeightOnlyGemmSpec
 from dsl_backend.quant.weight_only import TILE_COLUMNS, WeightOnlyFormat
+from dsl_backend.runtime.target import Target
 
-MOST_STAGES = 24
+MOST_STAGES, MOST_SPLITS = 24, 8
 # With 64 tokens and 168 registers a thread, 96 to 304 bytes spilled.
 TOKENS_OF_EQUAL_SHARES = 32
 
@@ -67,3 +69,41 @@ def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> Iterator[WeightOnlyCon
         found = next((config for config in tried if not config.objections(spec, smem_bytes)), None)
         if found is not None:
             yield found
+
+
+# CTAs for each SM between which two share it, with half of the stages each; of clusters of 8 more of them did.
+SHARED_FROM, SHARED_TO, SHARED_TO_OF_8 = 1.05, 1.75, 1.95
+# Rows of a wgmma up to which two CTAs have registers enough.
+SHARED_TOKENS = 16
+# CTAs for each SM from which a launch fills the GPU.
+FILLED, NEARLY_ALL = 0.5, 0.9
+
+
+def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyConfig:
+    """The configuration for so many rows, by what was timed on an H200 (docs/performance.md).
+
+    Two CTAs on each SM unpack fastest, where a number of splits makes as many; then clusters that fill the SMs once;
+    then stream-K.
+    """
+    tokens = min(config.tokens for config in TILES if config.tokens >= rows)
+    fit = [config for config in fitting(spec, target.smem_bytes) if config.tokens == tokens]
+    stream = next(config for config in fit if config.stream_k)
+    split = [config for config in fit if not config.stream_k]
+    load = {config: -(-spec.n // (2 * config.box)) * config.num_splits / target.used_sms for config in fit}
+    at_once = [config for config in split if load[config] * target.used_sms <= max_ctas(config, rows, target)]
+    one = [config for config in at_once if config.groups == 1]
+    if tokens > SHARED_TOKENS:
+        filling = [config for config in one if load[config] > FILLED]
+        deep = [config for config in one if config.num_splits == MOST_SPLITS]
+        return max(filling or deep, key=lambda config: (load[config], -config.num_splits), default=stream)
+    few = tokens == TILES[0].tokens
+    if spec.kind.bits == 4 or not few:
+        most = {config: SHARED_TO_OF_8 if config.num_splits == MOST_SPLITS else SHARED_TO for config in split}
+        shared = [c for c in split if SHARED_FROM < load[c] < most[c] and (c.groups == 1 or few)]
+        if shared:
+            best = min(shared, key=lambda config: (config.groups, config.num_splits))
+            return replace(best, stages=max(2, best.stages // 2))
+    halves = [config for config in one if config.num_splits == 2 and load[config] > NEARLY_ALL]
+    wide = [config for config in at_once if config.groups == 2 and config.num_splits == 4 and load[config] > FILLED]
+    deep = [config for config in one if config.num_splits == MOST_SPLITS]
+    return next(iter([*halves, *(wide if few and spec.kind.bits == 8 else []), *deep]), stream)
