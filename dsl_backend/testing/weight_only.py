@@ -68,10 +68,15 @@ def tensors(case: WeightOnlyCase, device: torch.device | str) -> WeightOnlyTenso
         scale[0], scale[1] = torch.nan, 0.0
     bias = torch.randn(case.n, generator=made).to(case.dtype) if case.bias else None
     out = torch.full((case.rows, case.n + case.pad_out), torch.nan, dtype=case.dtype)
-    packed = pack(values, scale, zero_points, kind)
-    found = WeightOnlyTensors(x, values, scale, zero_points, packed, bias, out)
-    moved = WeightOnlyTensors(*(None if one is None else one.to(device) for one in found))
-    return moved._replace(x=on(device, x), out=moved.out[:, : case.n])
+    return WeightOnlyTensors(
+        x=on(device, x),
+        values=values.to(device),
+        scale=scale.to(device),
+        zero_points=None if zero_points is None else zero_points.to(device),
+        packed=pack(values, scale, zero_points, kind).to(device),
+        bias=None if bias is None else bias.to(device),
+        out=out.to(device)[:, : case.n],
+    )
 
 
 def on(device: torch.device | str, rows: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def test_registers_suffice(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [W4, W8])
-def test_configurations_fit(kind) -> None:
+def test_configurations_fit(kind: WeightOnlyFormat) -> None:
     spec = WeightOnlyGemmSpec(n=4096, k=4096, dtype=BF16, kind=kind)
     configs = list(fitting(spec, SMEM_BYTES))
     assert {config.tokens for config in configs} == {8, 16, 32, 48, 64}
