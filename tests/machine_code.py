@@ -45,6 +45,7 @@ from dsl_backend.quant.format import (
     ROW_SCALED,
     TENSOR_SCALED,
 )
+from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime import registry
 from dsl_backend.sampling.spec import LogprobsMode, SamplingSpec
 from dsl_backend.testing.cases import FP16, FULL, Case, mla
@@ -255,6 +256,13 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     yield Made(config, lambda: kernel.function(spec.mla, sinks), config.smem_bytes(spec), columns)
 
 
+WEIGHT_ONLY = {
+    "w4a16": WeightOnlyFormat(),
+    "w4a16-zero-points": WeightOnlyFormat(zero_points=True),
+    "w8a16": WeightOnlyFormat(bits=8),
+}
+
+
 def linear_subjects() -> Iterator[Subject]:
     """All configurations of a layer each, of products also those of split-K; those with swapped operands apart."""
     for arch in ARCHS:
@@ -267,6 +275,8 @@ def linear_subjects() -> Iterator[Subject]:
     for name, facts in SM90_SCALED_LAYERS.items():
         spec_of = partial(ScaledLinearSpec, n=4096, k=4096, **facts)
         yield Subject(id=f"sm_90a-scaled-{name}", arch="sm_90a", kernels=partial(sm90_scaled_kernels, spec_of()))
+    for name, kind in WEIGHT_ONLY.items():
+        yield Subject(id=f"sm_90a-{name}", arch="sm_90a", kernels=partial(weight_only_kernels, kind))
     yield Subject(id="sm_90a-swapped", arch="sm_90a", kernels=partial(linear_kernels, "sm_90a", spec, swapped=True))
 
 
@@ -310,6 +320,18 @@ def sm90_scaled_kernels(spec: ScaledLinearSpec) -> Iterator[Made]:
     for config in scaled_configs.fitting(spec, target.smem_bytes):
         key = scaled_host.key_of(spec, config, spec.column_major)
         yield Made(config, partial(scaled_host.build, scaled_configs.kernel(key), key, target))
+
+
+def weight_only_kernels(kind: WeightOnlyFormat) -> Iterator[Made]:
+    from dsl_backend.gemm import weight_only_host
+    from dsl_backend.gemm.sm90 import weight_only_configs
+    from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
+    from dsl_backend.runtime.target import from_arch
+
+    target = from_arch("sm_90a")
+    spec = WeightOnlyGemmSpec(n=4096, k=4096, dtype=torch.bfloat16, kind=kind)
+    for config in weight_only_configs.fitting(spec, target.smem_bytes):
+        yield Made(config, partial(weight_only_host.build, weight_only_host.key_of(spec, config), target))
 
 
 def experts_subjects() -> Iterator[Subject]:

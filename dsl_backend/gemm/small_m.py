@@ -270,15 +270,10 @@ class SmallMGemmBase:
     @cute.jit
     def load(self, params: SmallMParams, sW: cute.Tensor, sX: cute.Tensor, pipeline: Pipeline, work: StreamKWork):
         """The load warp. Weights depend on no kernel before this one: as many as fit are loaded before the wait."""
-        one = cute.make_layout(1)
-        gW = cute.local_tile(params.mW, (self.box, self.tile_k), (None,) * cute.rank(params.mW))
+        tWsW, tWgW = self.weight_copies(params, sW)
         gX = cute.local_tile(params.mX, (self.tile_tokens, self.tile_k), (None,) * cute.rank(params.mX))
-        boxes = cute.local_tile(sW, (self.box, self.tile_k), (None, 0, None))
-        tWsW, tWgW = cpasync.tma_partition(
-            params.tma_atom_w, 0, one, cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
-        )
         tXsX, tXgX = cpasync.tma_partition(
-            params.tma_atom_x, 0, one, cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+            params.tma_atom_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
         count = work.end - work.start
         prologue = cutlass.min(count, self.stages)
@@ -290,6 +285,14 @@ class SmallMGemmBase:
         for position in cutlass.range(prologue, count, unroll=1):
             self.load_weights(params, tWsW, tWgW, pipeline, work, position)
             self.load_x(params, tXsX, tXgX, pipeline, work, position)
+
+    def weight_copies(self, params: SmallMParams, sW: cute.Tensor):
+        """(tWsW, tWgW): targets and sources of the copies of weights."""
+        gW = cute.local_tile(params.mW, (self.box, self.tile_k), (None,) * cute.rank(params.mW))
+        boxes = cute.local_tile(sW, (self.box, self.tile_k), (None, 0, None))
+        return cpasync.tma_partition(
+            params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
+        )
 
     @cute.jit
     def load_weights(

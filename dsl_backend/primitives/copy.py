@@ -37,6 +37,36 @@ def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int6
     cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
 
 
+@dsl_user_op
+def bulk_load(
+    source: cutlass.Int64,
+    target: cute.Pointer,
+    size: int,
+    mbar: cute.Pointer,
+    cache_policy: int = EVICT_FIRST,
+    *,
+    loc=None,
+    ip=None,
+) -> None:
+    """Copy so many neighbouring bytes from global to shared memory; the mbarrier counts them. By one thread.
+
+    Args:
+        source: an address. It, the target and the size are multiples of 16 bytes.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        f"[{{$r0}}], [{{$r1}}], {size}, [{{$r2}}], {{$r3}};",
+        read_only_args=[
+            cutlass.Int32(target.toint(loc=loc, ip=ip)),
+            cutlass.Int64(source),
+            cutlass.Int32(mbar.toint(loc=loc, ip=ip)),
+            cutlass.Int64(cache_policy),
+        ],
+        loc=loc,
+        ip=ip,
+    )
+
+
 @cute.jit
 def exchange_vectors(vectors: cute.Tensor, thread: cutlass.Int32):
     """Transpose pairs of vectors between pairs of lanes, in place, so that two lanes store 32 bytes of a row together.

@@ -338,6 +338,39 @@ def add_f16x2(a: cutlass.Int32, b: cutlass.Int32, *, loc=None, ip=None) -> cutla
     )
 
 
+def halves_op(name: str, operands: Sequence[cutlass.Int32 | int], loc, ip) -> cutlass.Int32:
+    """An instruction of packed 16-bit pairs. Numbers are the bits of pairs that the instruction names."""
+    code, given = "", []
+    for i, one in enumerate(operands):
+        if isinstance(one, int):
+            code += f".reg .b32 constant{i}; mov.b32 constant{i}, {one & 0xFFFFFFFF:#x}; "
+        else:
+            given.append(one)
+    places = iter(range(len(given)))
+    named = [f"constant{i}" if isinstance(one, int) else f"{{$r{next(places)}}}" for i, one in enumerate(operands)]
+    return cute.arch.inline_ptx(
+        f"{{ {code}{name} {{$w0}}, {', '.join(named)}; }}",
+        write_only_types=[cutlass.Int32],
+        read_only_args=given,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def sub_f16x2(a: cutlass.Int32, b: cutlass.Int32 | int, kind: str, *, loc=None, ip=None) -> cutlass.Int32:
+    """A - b of packed 16-bit pairs. `kind`: bf16x2 or f16x2. Numbers are the bits of pairs."""
+    return halves_op(f"sub.rn.{kind}", (a, b), loc, ip)
+
+
+@dsl_user_op
+def fma_f16x2(
+    a: cutlass.Int32, b: cutlass.Int32 | int, c: cutlass.Int32 | int, kind: str, *, loc=None, ip=None
+) -> cutlass.Int32:
+    """A * b + c of packed 16-bit pairs, rounded once. `kind`: bf16x2 or f16x2. Numbers are the bits of pairs."""
+    return halves_op(f"fma.rn.{kind}", (a, b, c), loc, ip)
+
+
 @dsl_user_op
 def f16x2_to_f32(word: cutlass.Int32, *, loc=None, ip=None) -> Pair:
     """Two float16 as float32, the low one first. Exact."""

@@ -17,7 +17,7 @@ from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_RE
 from dsl_backend.gemm.small_m import Received, SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
-from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
+from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, Role, warpgroups
 
 # Iterations that a CTA is behind its peers, so that their partial sums are there.
 HEAD_START = 4
@@ -31,7 +31,16 @@ class SmallMGemm(SmallMGemmBase):
         config = key.config
         self.split_tokens, self.threads = config.split_tokens, config.threads
         self.trades_registers = config.trades_registers
-        self.load_edge = Edge("x and weights", TMA, warpgroups(self.groups), self.stages)
+        self.load_edge = Edge("x and weights", TMA, self.consumers, self.stages)
+
+    @property
+    def consumers(self) -> Role:
+        """Who gives a stage back: products of a warpgroup read it, and one thread knows when they are done."""
+        return warpgroups(self.groups)
+
+    def release(self, pipeline: Pipeline, position, thread):
+        """By a consumer's threads: give a position's stage back."""
+        pipeline.warpgroup_release(position, thread)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
@@ -64,16 +73,20 @@ class SmallMGemm(SmallMGemmBase):
             (MMA_M, self.tokens),
         )
 
+    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> cute.Tensor:
+        """Stages of weights in shared memory."""
+        return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+
     @cute.kernel
     def kernel(
         self,
         params: SmallMParams,
         tiled_mma: cute.TiledMma,
-        sW_layout: cute.ComposedLayout,
+        sW_layout: cute.Layout | cute.ComposedLayout,
         sX_layout: cute.ComposedLayout,
     ):
         smem = cutlass.utils.SmemAllocator()
-        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sW = self.allocate_weights(smem, sW_layout)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
         received = self.received(smem)
@@ -84,7 +97,8 @@ class SmallMGemm(SmallMGemmBase):
                 self.expect_partials(received)
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_w, params.tma_atom_x):
-                cpasync.prefetch_descriptor(atom)
+                if cutlass.const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         cute.arch.sync_threads()
         self.meet_begin()
         work = self.begin(params, smem)
@@ -173,7 +187,7 @@ class SmallMGemm(SmallMGemmBase):
             wgmma.wait_group(0)
             fence_operand(acc_0)
             fence_operand(acc_1)
-            pipeline.warpgroup_release(end - 1 - work.start, thread)
+            self.release(pipeline, end - 1 - work.start, thread)
             if start > tile_start:
                 self.store_partials(params, acc_0, acc_1, work.worker, group, thread)
             else:
@@ -236,7 +250,7 @@ class SmallMGemm(SmallMGemmBase):
             self.issue(tiled_mma, acc_0, acc_1, *operands, pipeline, start + i)
             # The position before this one is done.
             wgmma.wait_group(1)
-            pipeline.warpgroup_release(start + i - 1, thread)
+            self.release(pipeline, start + i - 1, thread)
 
     @cute.jit
     def issue(

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GEMM of weights of 4 or 8 bits for few rows on SM90: weights are unpacked in registers on the way to wgmma.
+
+Operands are swapped, so that weights are wgmma's A, which may come from registers. Packed tiles arrive by bulk copies
+in the order in which threads read them (`quant/weight_only.py`). Integers less their zero points are exact in 16 bits:
+products have no error of a scale, and the sums of each 128 columns are multiplied by it when they are added up.
+
+A consumer's two boxes take turns: it unpacks one while the products of the other are in flight.
+
+Unpacking: four bits over the mantissa of `base(dtype)` are the number base + value, two for each word with one `and`
+and one `or`. Less base and zero point that is the element. Eight bits are four high and four low ones, each as base +
+bits: low - ((17 base + 128) - 16 high) is the element, and every step is exact.
+"""
+
+import struct
+from typing import Any
+
+import cutlass
+import torch
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import warpgroup as wgmma
+from cutlass.utils import LayoutEnum, hopper_helpers
+
+from dsl_backend.gemm.args import GemmOperands, StreamKScratch
+from dsl_backend.gemm.sizes import WARP, WARPGROUP
+from dsl_backend.gemm.sm90.configs import MMA_M
+from dsl_backend.gemm.sm90.small_m import SmallMGemm
+from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
+from dsl_backend.gemm.small_m import Received, SmallMParams, StreamKWork
+from dsl_backend.gemm.weight_only import WeightOnlyKey
+from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.accumulators import fence_operand, words_of
+from dsl_backend.primitives.copy import bulk_load
+from dsl_backend.primitives.math import fma, fma_f16x2, sub_f16x2
+from dsl_backend.primitives.pipeline import Pipeline, Role, warps
+from dsl_backend.quant.weight_only import TILE_COLUMNS, TILE_ROWS, base
+
+WORD_BITS, NIBBLES = 32, 4
+LOW_NIBBLES = 0x000F000F
+
+
+def pair_bits(value: float, dtype: torch.dtype) -> int:
+    """Two equal 16-bit numbers in a word, as a signed integer."""
+    bits = int.from_bytes(struct.pack("<e", value), "little")
+    if dtype == torch.bfloat16:
+        bits = int.from_bytes(struct.pack("<f", value), "little") >> 16
+    return int.from_bytes((bits | bits << 16).to_bytes(4, "little"), "little", signed=True)
+
+
+class WeightOnlySmallMGemm(SmallMGemm):
+    """See `gemm/small_m.py`; operands' weight is packed."""
+
+    def __init__(self, key: WeightOnlyKey[WeightOnlyConfig]):
+        super().__init__(key)
+        self.kind, self.dtype = key.kind, key.dtypes.x
+        self.row_tiles, self.stage_bytes = key.config.row_tiles, key.config.packed_stage_bytes(key.kind)
+        self.pair = "bf16x2" if self.dtype == torch.bfloat16 else "f16x2"
+
+    @property
+    def consumers(self) -> Role:
+        """Every warp reads its own weights, and may be behind the others."""
+        return warps(self.groups * WARPGROUP // WARP)
+
+    def release(self, pipeline: Pipeline, position, thread):
+        """By a consumer's threads: give a position's stage back, each warp for itself."""
+        pipeline.warp_release(position, thread % WARP)
+
+    @property
+    def mma_dtypes(self) -> tuple[Any, Any]:
+        return self.x_dtype, self.x_dtype
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """A warpgroup's products of 64 rows of weights in registers with its tokens."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            *self.mma_dtypes,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            cutlass.Float32,
+            (1, 1, 1),
+            (MMA_M, self.tokens),
+            wgmma.OperandSource.RMEM,
+        )
+
+    def params(self, operands: GemmOperands, scratch: StreamKScratch | None) -> SmallMParams:
+        """The kernel's, with a TMA descriptor of x; weights have none."""
+        partials, flags = (None, None) if scratch is None else scratch
+        tile = (self.box, self.tile_tokens, self.tile_k)
+        sX_box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.x_dtype, 1)
+        tma_atom_x, mX = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(),
+            operands.x,
+            cute.slice_(sX_box, (None, None, 0)),
+            (self.tile_tokens, self.tile_k),
+        )
+        return SmallMParams(None, operands.weight, tma_atom_x, mX, operands.bias, None, operands.out, partials, flags)
+
+    def smem_layouts(self):
+        """(sW_layout, sX_layout): stages of packed tiles and of x [tile_tokens, tile_k]."""
+        words = self.kind.tile_words
+        return cute.make_layout((words, self.row_tiles, self.stages)), super().smem_layouts()[1]
+
+    def weight_copies(self, params: SmallMParams, sW: cute.Tensor):
+        """(sW, mW): bulk copies need no partition."""
+        return sW, params.mW
+
+    @cute.jit
+    def load_weights(
+        self,
+        params: SmallMParams,
+        tWsW: cute.Tensor,
+        tWgW: cute.Tensor,
+        pipeline: Pipeline,
+        work: StreamKWork,
+        position: cutlass.Int32,
+    ):
+        """The packed tiles of an iteration, once its stage is empty; past the last row the last tile again."""
+        iteration = work.start + position
+        k_tile, n_tile = iteration % work.k_tiles, iteration // work.k_tiles % work.n_tiles
+        pipeline.producer_acquire(position)
+        pipeline.producer_expect(position, self.stage_bytes)
+        mbar_full, stage = pipeline.full(position), pipeline.stage(position)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.row_tiles):
+                row_tile = cutlass.min(n_tile * self.row_tiles + i, tWgW.shape[0] - 1)
+                source = tWgW.iterator.toint() + 4 * (
+                    cutlass.Int64(row_tile) * tWgW.stride[0] + k_tile * self.kind.tile_words
+                )
+                target = tWsW.iterator + tWsW.layout((0, i, stage))
+                bulk_load(source, target, 4 * self.kind.tile_words, mbar_full)
+
+    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout: cute.Layout) -> cute.Tensor:
+        """Stages of packed tiles in shared memory."""
+        return smem.allocate_tensor(cutlass.Int32, sW_layout, byte_alignment=128)
+
+    @cute.jit
+    def mma(
+        self,
+        params: SmallMParams,
+        tiled_mma: cute.TiledMma,
+        sW: cute.Tensor,
+        sX: cute.Tensor,
+        pipeline: Pipeline,
+        received: Received,
+        work: StreamKWork,
+        group: cutlass.Int32,
+    ):
+        """A consumer warpgroup: 64 rows of each box, of every tile in the CTA's range."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        thr_mma = tiled_mma.get_slice(thread)
+        tCrX = tiled_mma.make_fragment_B(
+            thr_mma.partition_B(cute.local_tile(sX, (self.tokens, self.tile_k), (0, 0, None)))
+        )
+        shape = tiled_mma.partition_shape_C((MMA_M, self.tokens))
+        acc_0, acc_1 = (cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(2))
+        # A kernel before this one may read what this one writes.
+        dependent_launch.wait()
+        operands = (sW, sW, tCrX)
+        if cutlass.const_expr(self.stream_k):
+            self.mma_stream_k(params, tiled_mma, acc_0, acc_1, operands, pipeline, work, group, thread)
+        else:
+            self.meet_end()
+            self.mma_split_k(params, tiled_mma, acc_0, acc_1, operands, pipeline, received, work, group, thread)
+
+    @cute.jit
+    def mainloop(
+        self,
+        tiled_mma: cute.TiledMma,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
+        operands: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        pipeline: Pipeline,
+        start: cutlass.Int32,
+        count: cutlass.Int32,
+        accumulate: cutlass.Boolean,
+        place: tuple[SmallMParams, StreamKWork, cutlass.Int32],
+        thread: cutlass.Int32,
+    ):
+        """Add the products of `count` positions to what the accumulators hold if `accumulate`, or to nothing.
+
+        All but the last position are given back.
+        """
+        if not accumulate:
+            acc_0.fill(0.0)
+            acc_1.fill(0.0)
+        sW, _, tCrX = operands
+        group = place[2]
+        part_0, part_1 = (cute.make_rmem_tensor(acc_0.shape, cutlass.Float32) for _ in range(2))
+        fragment = tiled_mma.partition_shape_A((MMA_M, TILE_COLUMNS))
+        tCrW_0, tCrW_1 = (cute.make_rmem_tensor(fragment, self.x_dtype) for _ in range(2))
+        scales_0, scales_1 = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2))
+        # The first position stands alone: in the loop, box 1 of the position before is in flight.
+        stage = pipeline.stage(start)
+        pipeline.consumer_wait(start)
+        self.unpack(sW, stage, group, thread, tCrW_0, scales_0)
+        self.multiply(part_0, tCrW_0, tCrX, stage)
+        self.unpack(sW, stage, self.groups + group, thread, tCrW_1, scales_1)
+        wgmma.wait_group(0)
+        fence_operand(part_0)
+        self.multiply(part_1, tCrW_1, tCrX, stage)
+        self.add_scaled(acc_0, part_0, scales_0)
+        for i in cutlass.range(1, count, unroll=1):
+            stage = pipeline.stage(start + i)
+            pipeline.consumer_wait(start + i)
+            self.unpack(sW, stage, group, thread, tCrW_0, scales_0)
+            wgmma.wait_group(0)
+            fence_operand(part_1)
+            self.release(pipeline, start + i - 1, thread)
+            self.multiply(part_0, tCrW_0, tCrX, stage)
+            self.add_scaled(acc_1, part_1, scales_1)
+            self.unpack(sW, stage, self.groups + group, thread, tCrW_1, scales_1)
+            wgmma.wait_group(0)
+            fence_operand(part_0)
+            self.multiply(part_1, tCrW_1, tCrX, stage)
+            self.add_scaled(acc_0, part_0, scales_0)
+        wgmma.wait_group(0)
+        fence_operand(part_1)
+        self.add_scaled(acc_1, part_1, scales_1)
+
+    def multiply(self, part: cute.Tensor, tCrW: cute.Tensor, tCrX: cute.Tensor, stage: cutlass.Int32):
+        """Issue the products of a box with a stage's x, in place of what `part` has."""
+        fence_operand(words_of(tCrW))
+        # One that was changed in a loop could not be used behind it.
+        replacing = self.tiled_mma()
+        replacing.set(wgmma.Field.ACCUMULATE, False)
+        wgmma.fence()
+        for k_block in range(cute.size(tCrX, mode=[2])):
+            cute.gemm(replacing, part, tCrW[None, None, k_block], tCrX[None, None, k_block, stage], part)
+            replacing.set(wgmma.Field.ACCUMULATE, True)
+        wgmma.commit_group()
+
+    def unpack(
+        self,
+        sW: cute.Tensor,
+        stage: cutlass.Int32,
+        row_tile: cutlass.Int32,
+        thread: cutlass.Int32,
+        tCrW: cute.Tensor,
+        scales: cute.Tensor,
+    ):
+        """A thread's elements of a packed tile in a stage, as the A operand, and the scales of its two rows."""
+        tile = sW[None, row_tile, stage]
+        rows = cute.recast_tensor(
+            cute.make_tensor(
+                tile.iterator + self.kind.value_words, cute.make_layout(self.kind.tile_words - self.kind.value_words)
+            ),
+            self.x_dtype,
+        )
+        row = self.thread_column(0, thread)
+        offsets = [pair_bits(base(self.dtype) + self.kind.middle, self.dtype)] * 2
+        for b in range(2):
+            scales[b] = rows[row + 8 * b].to(cutlass.Float32)
+        if self.kind.zero_points:
+            offsets = [self.twice(rows[TILE_ROWS + row + 8 * b]) for b in range(2)]
+        elements, at = words_of(tCrW), 0
+        for quad in range(self.kind.value_words // (4 * WARPGROUP)):
+            words = cute.make_rmem_tensor(4, cutlass.Int32)
+            source = cute.make_tensor(tile.iterator + quad * (4 * WARPGROUP) + thread * 4, cute.make_layout(4))
+            source = cute.make_tensor(source.iterator.align(16), source.layout)
+            cute.autovec_copy(source, words)
+            for i in range(4):
+                for element in self.elements_of(words[i], offsets):
+                    elements[at] = element
+                    at += 1
+
+    def elements_of(self, word: cutlass.Int32, offsets: list) -> list:
+        """The elements in a word as packed 16-bit pairs: of rows 0 and 8, columns in order.
+
+        Args:
+            offsets: of both rows, what is subtracted from elements of 4 bits.
+        """
+        exponent = pair_bits(base(self.dtype), self.dtype)
+        parts = [(word >> (4 * i) & LOW_NIBBLES) | exponent for i in range(NIBBLES)]
+        if self.kind.bits == 4:
+            return [sub_f16x2(part, offsets[i % 2], self.pair) for i, part in enumerate(parts)]
+        # From base + high bits to what is subtracted from base + low bits.
+        factor = pair_bits(-16.0, self.dtype)
+        start = pair_bits(17 * base(self.dtype) + self.kind.middle, self.dtype)
+        found = []
+        for low, high in (parts[:2], parts[2:]):
+            found.append(sub_f16x2(low, fma_f16x2(high, factor, start, self.pair), self.pair))
+        return found
+
+    def twice(self, value) -> cutlass.Int32:
+        """A 16-bit number as a packed pair."""
+        pair = cute.make_rmem_tensor(2, self.x_dtype)
+        pair[0], pair[1] = value, value
+        return words_of(pair)[0]
+
+    def add_scaled(self, acc: cute.Tensor, part: cute.Tensor, scales: cute.Tensor):
+        """Add the sums of a box's 128 columns, times their rows' scales."""
+        for i in range(cute.size(acc)):
+            acc[i] = fma(part[i], scales[i // 2 % 2], acc[i])
