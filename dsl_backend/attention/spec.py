@@ -3,7 +3,7 @@
 
 import enum
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -95,16 +95,17 @@ class AttentionSpec:
         """Query heads that share a key/value head."""
         return self.heads_q // self.heads_kv
 
-    @property
+    # Each layer of a step asks for these.
+    @cached_property
     def kv(self) -> KVFormat:
         """How keys and values are stored."""
         return format_of(self.kv_dtype)
 
-    @property
+    @cached_property
     def is_fp8_kv(self) -> bool:
         return is_fp8(self.kv_dtype)
 
-    @property
+    @cached_property
     def is_quantized_kv(self) -> bool:
         """Whether keys and values have scales: fp8 and NVFP4."""
         return self.kv.quantized

@@ -2,6 +2,7 @@
 """How caches, activations and weights are stored: the storage types that dispatch, kernels and the plugin use."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -79,7 +80,7 @@ class KVFormat:
         """Whether values have scales and are dequantized as they are read."""
         return self in FP8
 
-    @property
+    @cached_property
     def nvfp4(self) -> bool:
         return self == NVFP4_KV
 

@@ -43,8 +43,8 @@ ROWS = REQUESTS * QUERIES
 MOST = {
     "norm": 42,
     "add and norm": 53,
-    "rotation and cache write": 70,
-    "attention": 76,
+    "rotation and cache write": 64,
+    "attention": 67,
     "projection": 52,
     "projection by cuBLAS": 14,
     "gate and up": 55,

@@ -96,7 +96,7 @@ def forward(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     rotated = rotated.unsqueeze(1)
     attention = getattr(module, form.attention)
     shape = (hidden.shape[0], module.num_heads * module.v_head_dim)
-    attend = partial(attention, q, latent, rotated, output_shape=shape)
+    attend: Callable[[], torch.Tensor] = partial(attention, q, latent, rotated, output_shape=shape)
     if torch.compiler.is_compiling() and KNOWN:
         attend = prepared(attention, q, latent, rotated, shape)
     ROPE_WRITE_MLA(
