@@ -29,7 +29,7 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal(id="nvfp4 cache", engine={"kv_cache_dtype": "nvfp4"}, says=("nvfp4",)),
+    Refusal(id="cache dtype", engine={"kv_cache_dtype": "int8_per_token_head"}, says=("int8_per_token_head",)),
     Refusal(
         id="unknown option",
         engine={"additional_config": {"dsl": {"atention_kernel": "triton"}}},
@@ -127,8 +127,11 @@ COMMANDS = (
     ),
     Command(
         id="cache dtype",
-        flags=("--kv-cache-dtype", "nvfp4"),
-        last=(f"{REFUSED} this configuration:", "  - --kv-cache-dtype nvfp4 is not served: use one of auto, float16"),
+        flags=("--kv-cache-dtype", "int8_per_token_head"),
+        last=(
+            f"{REFUSED} this configuration:",
+            "  - --kv-cache-dtype int8_per_token_head is not served: use one of auto, float16",
+        ),
     ),
     Command(
         id="kernel by name",

@@ -45,7 +45,7 @@ def gather_keys(rows: torch.Tensor, spec: AttentionSpec, batch: Batch, request: 
 
 def dequantize_nvfp4(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Elements times the scales of their blocks, [..., dim] float32: exact, as it is in every float of 16 bits."""
-    numbers = unpacked_e2m1(elements.flatten(0, -2), torch.float32).view(*elements.shape[:-1], -1)
+    numbers = unpacked_e2m1(elements.flatten(0, -2), torch.float32).view(*elements.shape[:-1], 2 * elements.shape[-1])
     return numbers * scales.view(E4M3.dtype).float().repeat_interleave(KV_BLOCK, -1)
 
 
@@ -226,7 +226,7 @@ def quantize_nvfp4(rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torc
     block_scale = (blocks.abs().amax(-1) / E2M1_MAX).clamp(max=largest).to(E4M3.dtype)
     # 0 / 0 of a block of zeros, and a NaN, whose block's scale says so.
     quotients = (blocks / block_scale.float()[..., None]).nan_to_num(0.0, torch.inf, -torch.inf)
-    elements = packed_e2m1(quotients.flatten(-2).flatten(0, -2)).view(*rows.shape[:-1], -1)
+    elements = packed_e2m1(quotients.flatten(-2).flatten(0, -2)).view(*rows.shape[:-1], rows.shape[-1] // 2)
     return elements, block_scale.view(torch.uint8)
 
 

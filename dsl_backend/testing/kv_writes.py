@@ -95,6 +95,7 @@ WRITES: tuple[WriteCase, ...] = (
     WriteCase("nvfp4-saturated", nvfp4=True, gain=400.0, fused=True, why="scales past 448, elements past 6"),
     WriteCase("nvfp4-tiny", nvfp4=True, gain=1e-4, why="subnormal scales, and scales of zero"),
     WriteCase("nvfp4-specials", nvfp4=True, specials=True, why="a block's scale is NaN; infinities saturate"),
+    WriteCase("nvfp4-no-tokens", nvfp4=True, tokens=0, skipped=0, why="an empty step"),
     WriteCase("nvfp4-padded", nvfp4=True, layout=Layout.PADDED, page=48, beyond=3, why="room between pages"),
     WriteCase("all-skipped", skipped=9, why="a step of padding writes nothing"),
     WriteCase("beyond", beyond=5, fused=True, why="slots behind the last page are skipped, near ones and far ones"),

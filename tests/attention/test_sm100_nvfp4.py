@@ -166,7 +166,7 @@ def test_a_forgotten_scale_of_the_tensor_is_found(forgotten: int, monkeypatch: p
 
     def without(*arguments: Any) -> Any:
         scales = list(right(*arguments))
-        scales[forgotten] = torch.ones(1).expand(scales[forgotten].shape)
+        scales[forgotten] = torch.ones(1).expand(CASE.heads[1])
         return tuple(scales)
 
     monkeypatch.setattr(host, "scales_of", without)

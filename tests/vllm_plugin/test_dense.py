@@ -16,10 +16,17 @@ from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSp
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.quant.format import NVFP4_KV, KVFormat
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.numerics import assert_within_budget
-from dsl_backend.vllm_plugin import validation
-from dsl_backend.vllm_plugin.dense import DSLAttentionImpl, DSLMetadata, DSLMetadataBuilder, by_lengths
+from dsl_backend.vllm_plugin import compat, validation
+from dsl_backend.vllm_plugin.dense import (
+    DSLAttentionBackend,
+    DSLAttentionImpl,
+    DSLMetadata,
+    DSLMetadataBuilder,
+    by_lengths,
+)
 from dsl_backend.vllm_plugin.enum_members import ensure_member
 from tests.vllm_plugin.conftest import Step, cache_pages, make_step
 
@@ -42,6 +49,14 @@ def make_builder(
 ) -> DSLMetadataBuilder:
     spec = kind(block_size=block_size, num_kv_heads=HEADS_KV, head_size=DIM, dtype=dtype, **facts)
     return DSLMetadataBuilder(spec, [], config, torch.device("cpu"))
+
+
+def empty_nvfp4_cache(kv_lens: tuple[int, ...], layout: str) -> torch.Tensor:
+    """[pages, 2 * heads_kv, page_size, width] bytes, as vLLM lays out what `customize_spec` says; scales are NaN."""
+    pages, width = cache_pages(kv_lens, PAGE), DIM // 2 + DIM // 16
+    shape = (pages, 2 * HEADS_KV, PAGE, width) if layout == "HND" else (pages, PAGE, 2 * HEADS_KV, width)
+    cache = torch.full((pages, 3, *shape[1:]), 0x7F, dtype=torch.uint8)[:, 1]  # several layers' blocks side by side
+    return cache if layout == "HND" else cache.transpose(1, 2)
 
 
 def empty_cache(kv_lens: tuple[int, ...], dtype: torch.dtype, layout: str = "NHD", page: int = PAGE) -> torch.Tensor:
@@ -97,9 +112,9 @@ def compare(
     returned = impl.forward(layer, query, new_key, new_value, cache, metadata, output)
     assert returned is output
 
-    if impl.base_spec.is_fp8_kv:
-        keys = [rounded(key, layer._k_scale) for key in keys]
-        values = [rounded(value, layer._v_scale) for value in values]
+    if impl.base_spec.is_quantized_kv:
+        keys = [rounded(key, layer._k_scale, impl.base_spec.kv) for key in keys]
+        values = [rounded(value, layer._v_scale, impl.base_spec.kv) for value in values]
     spec = AttentionSpec(
         heads_q=HEADS,
         heads_kv=HEADS_KV,
@@ -144,8 +159,10 @@ def compare(
     assert output[:tokens].abs().sum() > 0
 
 
-def rounded(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What an fp8 cache gives back, in float32."""
+def rounded(rows: torch.Tensor, scale: torch.Tensor, kv: KVFormat) -> torch.Tensor:
+    """What a quantized cache gives back, in float32."""
+    if kv.nvfp4:
+        return reference.dequantize_nvfp4(*reference.quantize_nvfp4(rows, scale)) * scale
     return reference.quantize(rows, torch.float8_e4m3fn, scale).float() * scale
 
 
@@ -252,6 +269,76 @@ def test_fp8_cache_with_the_layers_scales(
     impl = make_impl(kv_cache_dtype=name)
     builder = make_builder(plain_config, dtype)
     compare(impl, builder, step, *MIXED, cache=cache, layer=Layer(0.02, 0.015))
+
+
+@pytest.fixture
+def no_nvfp4_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test says of a process's layers ends with the test."""
+    monkeypatch.setattr(DSLAttentionBackend, "nvfp4_layers", False)
+
+
+needs_packed_pages = pytest.mark.skipif(
+    not compat.pages_can_be_packed(), reason="this vLLM's backends do not say what a page is"
+)
+
+
+@needs_packed_pages
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_nvfp4_cache(plain_config: VllmConfig, dtype: torch.dtype, layout: str, no_nvfp4_layers: None) -> None:
+    # Few keys: Triton's interpreter takes 0.1 s for each.
+    lengths = (1, 3, 0), (18, 5, 0)
+    step, impl = make_step(*lengths, PAGE), make_impl(kv_cache_dtype="nvfp4")
+    cache = empty_nvfp4_cache(lengths[1], layout)
+    compare(impl, make_builder(plain_config, dtype), step, *lengths, cache=cache, layer=Layer(0.02, 0.015))
+
+
+@needs_packed_pages
+def test_nvfp4_pages_are_vllms(no_nvfp4_layers: None) -> None:
+    """The spec is FlashInfer's, and elements and scales are where vLLM's own views of a page have them."""
+    from vllm.utils.torch_utils import nvfp4_split_data_scale
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    spec = FullAttentionSpec(
+        block_size=PAGE,
+        num_kv_heads=HEADS_KV,
+        head_size=DIM,
+        dtype=torch.uint8,
+        kv_quant_mode=KVQuantMode.NVFP4,
+    )
+    ours = DSLAttentionBackend.customize_spec(spec)
+    assert (ours.num_head_slots, ours.state_content_bytes) == (2 * HEADS_KV, DIM // 2 + DIM // 16)
+    assert DSLAttentionBackend.customize_spec(ours) is ours
+    plain = dataclasses.replace(spec, kv_quant_mode=KVQuantMode.NONE)
+    assert DSLAttentionBackend.customize_spec(plain) is plain
+    with pytest.raises(ValueError, match="keys of 64 elements and values of 32: equal sizes are needed"):
+        DSLAttentionBackend.customize_spec(dataclasses.replace(spec, head_size_v=32))
+
+    cache = empty_nvfp4_cache(MIXED[1], "HND")
+    keys, values = make_impl(kv_cache_dtype="nvfp4").split(cache)
+    for side, ours_of_side in enumerate((keys, values)):
+        elements, scales = nvfp4_split_data_scale(cache[:, side * HEADS_KV : (side + 1) * HEADS_KV])
+        for theirs, found in zip((elements, scales), NVFP4_KV.parts(ours_of_side), strict=True):
+            assert theirs.data_ptr() == found.data_ptr()
+            assert theirs.transpose(1, 2).stride() == found.stride()
+    with pytest.raises(ValueError, match="NVFP4 pages have strides"):
+        make_impl(kv_cache_dtype="nvfp4").split(cache[:, :, ::2])
+
+
+@needs_packed_pages
+def test_nvfp4_pages_have_a_heads_tokens_together(plain_config: VllmConfig, no_nvfp4_layers: None) -> None:
+    assert DSLAttentionBackend.supported_kv_cache_layouts() is None
+    make_impl(kv_cache_dtype="fp8")
+    assert DSLAttentionBackend.supported_kv_cache_layouts() is None
+    make_impl(kv_cache_dtype="nvfp4")
+    layouts = DSLAttentionBackend.supported_kv_cache_layouts()
+    assert [layout.name for layout in layouts] == ["LBHNC", "BLHNC", "LBNHC", "BLNHC"]
+
+
+def test_nvfp4_needs_a_vllm_with_packed_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "pages_can_be_packed", lambda: False)
+    with pytest.raises(ValueError, match="--kv-cache-dtype nvfp4 needs a vLLM whose backends say what a page is"):
+        validation.torch_kv_dtype("nvfp4", torch.bfloat16)
+    assert not DSLAttentionBackend.supports_kv_cache_dtype("nvfp4")
 
 
 def test_not_causal(plain_config: VllmConfig, dtype: torch.dtype) -> None:

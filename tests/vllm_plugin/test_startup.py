@@ -85,7 +85,10 @@ def test_another_backend_without_problems_says_nothing(make: Make, caplog: pytes
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"kv_cache_dtype": "nvfp4"}, ["--kv-cache-dtype nvfp4 is not served: use one of auto, float16"]),
+        (
+            {"kv_cache_dtype": "int8_per_token_head"},
+            ["--kv-cache-dtype int8_per_token_head is not served: use one of auto, float16"],
+        ),
         (
             {"additional_config": {"dsl": {"attention_kernel": "triton"}}, "dtype": "float32"},
             ["dense-decode triton", "dtype float32 is not one of float16, bfloat16"],

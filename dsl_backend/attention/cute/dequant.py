@@ -198,7 +198,7 @@ class DequantWarps:
         sK, sV: 16-bit stages, which MMAs read.
     """
 
-    tiles_type = DequantTiles
+    tiles_type: type[DequantTiles] = DequantTiles
 
     def __init__(self, kernel, work_pipeline, barriers, sK_tma, sK, sV_tma, sV):
         self.work_pipeline, b = work_pipeline, barriers

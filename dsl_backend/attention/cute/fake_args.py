@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, int32s
+from dsl_backend.attention.cute.args import DenseTensors, MlaTensors, Nvfp4Tensors, int32s
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS
@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes: of the addresses and strides that TMA takes
 SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
 
 
-def fake_args(key: LayerKey, tensors: DenseTensors | MlaTensors) -> tuple[Any, ...]:
+def fake_args(key: LayerKey, tensors: DenseTensors | Nvfp4Tensors | MlaTensors) -> tuple[Any, ...]:
     """What a kernel's `__call__` takes."""
     has_partials = key.split or key.has_fold_workspace
     partials = fake_vector(cutlass.Float32, cute.sym_int(), ALIGNMENT) if has_partials else None

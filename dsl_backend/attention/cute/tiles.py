@@ -9,7 +9,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from dsl_backend.attention.cute.args import DenseLoads, DenseTensors
+from dsl_backend.attention.cute.args import DenseLoads
 from dsl_backend.attention.cute.dequant import fp8_smem_layout, fp8_tma_box
 from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler, SplitRule
@@ -218,8 +218,8 @@ class TiledKernel:
         pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)
         return cute.make_tensor(pointer, layout.outer)
 
-    def loads(self, tensors: DenseTensors) -> DenseLoads:
-        """The TMA atoms, and each tensor as its atom takes it."""
+    def loads(self, tensors: Any) -> DenseLoads:
+        """The TMA atoms, and each tensor as its atom takes it; tensors: `DenseTensors`, or those of a subclass."""
         key, (q, keys, values) = self.key, tensors[:3]
         load = self.load_op()
         tokens, _, width = q.shape

@@ -33,7 +33,7 @@ def build(key: DenseKey, target: Target) -> Function:
     """The compiled function. It takes DenseTensors, then what LayerKernel.bind adds."""
     if target.fast_exponentials:
         key = replace(key, config=replace(key.config, ex2_emulation=0))
-    tensors: Any = fake_nvfp4_tensors(key) if key.kv.nvfp4 else fake_dense_tensors(key)
+    tensors = fake_nvfp4_tensors(key) if key.kv.nvfp4 else fake_dense_tensors(key)
     return compile_kernel(kind_of(key)(key), fake_args(key, tensors), key=key, target=target)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.args import DenseLoads
+from dsl_backend.attention.cute.args import DenseLoads, Nvfp4Loads
 from dsl_backend.attention.cute.loader.dense import PerTileLoads, RolledLoadWarp
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
@@ -124,7 +124,7 @@ class SharedKVLoadWarp(Sm100LoadWarp):
         kernel: TiledKernel,
         work_pipeline: WorkTilePipeline,
         barriers: Any,
-        loads: DenseLoads,
+        loads: DenseLoads | Nvfp4Loads,
         sQ: cute.Tensor,  # (tile_m, head_dim, q_stage)
         kv_stages: SharedKVStages,
         requests: Requests,

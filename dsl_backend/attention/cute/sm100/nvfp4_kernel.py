@@ -11,7 +11,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.args import DenseLoads, Nvfp4Loads
+from dsl_backend.attention.cute.args import DenseLoads, Nvfp4Loads, Nvfp4Tensors
 from dsl_backend.attention.cute.dequant import Nvfp4DequantWarps, fp8_tma_box
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
@@ -89,7 +89,7 @@ class Nvfp4Forward(DenseForward):
     load_warp = Nvfp4LoadWarp
     dequant_warps = Nvfp4DequantWarps
 
-    def loads(self, tensors: Any) -> Any:
+    def loads(self, tensors: Nvfp4Tensors) -> Any:
         """`Nvfp4Loads`."""
         found = list(super().loads(tensors))
         for scales, width in ((tensors.k_scales, self.dims), (tensors.v_scales, self.dims_v)):
