@@ -114,7 +114,7 @@ class BlockScaledGroupedGemm(ScaledGroupedGemm, BlockScaledGemm):
             mOutGlobal=whole[2],
         )
 
-    def prefetch_descriptors(self, params: BlockScaledGroupedParams):
+    def prefetch_descriptors(self, params):
         """Of all TMA copies."""
         super().prefetch_descriptors(params)
         cpasync.prefetch_descriptor(params.tma_atom_w_factors)
@@ -173,7 +173,7 @@ class BlockScaledGroupedGemm(ScaledGroupedGemm, BlockScaledGemm):
         if not self.quantises:
             super().store_values(params, acc, work, row, start, factor, place)
             return
-        kind = self.out_format
+        kind = self.x_format
         global_scale = None if params.mOutGlobal is None else params.mOutGlobal[0]
         for first in range(0, self.register_columns, self.out_group):
             column = work.n_tile * self.columns + start + first
