@@ -141,7 +141,7 @@ class GemmBase:
         tiles = cute.ceil_div(x.shape[0], self.tile_m * self.cluster) * n_tiles
         return cutlass.min(tiles * self.cluster, max_ctas), 1, 1
 
-    def width(self, params: GemmParams):
+    def width(self, params):
         """Columns of the output."""
         return params.mOut.shape[1] * self.out_packed
 

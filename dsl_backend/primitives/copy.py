@@ -209,13 +209,8 @@ def cp_async_zfill(
 
 
 @dsl_user_op
-def cp_async_word_zfill(
-    target: cutlass.Int32, source: cutlass.Int64, source_bytes: cutlass.Int32, *, loc=None, ip=None
-) -> None:
-    """The same of 4 bytes, by way of L1: neighbours of a row's word are asked for later."""
+def cp_async_word(target: cutlass.Int32, source: cutlass.Int64, *, loc=None, ip=None) -> None:
+    """cp.async of 4 bytes by way of L1, for readers whose next word is its neighbour."""
     cute.arch.inline_ptx(
-        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[target, source, source_bytes],
-        loc=loc,
-        ip=ip,
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4;", read_only_args=[target, source], loc=loc, ip=ip
     )

@@ -140,6 +140,8 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
     weighted = case.router_weights is not RouterWeights.NONE
     weights = (normal(experts, 2 * width, hidden, gain=hidden**-0.5), normal(experts, hidden, width, gain=width**-0.5))
     wholes: dict[str, torch.Tensor] = {}
+    w13_scale: torch.Tensor | None
+    w2_scale: torch.Tensor | None
     if case.spec.mma_scaled:
         (w13, w13_scale, w13_global), (w2, w2_scale, w2_global) = (
             mma_weights(case, one, parts, device) for one, parts in zip(weights, (2, 1), strict=True)

@@ -67,7 +67,13 @@ def test_kernels_are_those_of_the_doctor(arch: str) -> None:
     found = {(one.family, one.kernel): one for one in verify.tallies(doctor.examine(arch), tuple(verify.CHECKS), ())}
     assert {family for family, _ in found} == set(verify.CHECKS)
     for (_, kernel), tally in found.items():
-        of_some = ("cute-scaled", "cute-scaled-sm100", "cute-sm90", *(f"cute-{kind.value}" for kind in Kind))
+        of_some = (
+            "cute-scaled",
+            "cute-scaled-sm100",
+            "cute-block-scaled",
+            "cute-sm90",
+            *(f"cute-{kind.value}" for kind in Kind),
+        )
         assert kernel in ("cute", "triton", "reference", *of_some)
         if kernel == "reference":
             assert bool(tally.reason) == (arch != "cpu")

@@ -2,6 +2,7 @@
 """All launches of a layer whose scales are factors of SM100's matrix products, in one host function."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cutlass import cute
 
@@ -34,7 +35,7 @@ class BlockScaledExpertsKey(ExpertsKey):
 
     def product_of(self, key: ProductKey, gemm: ScaledGemmSpec) -> BlockScaledGroupedGemm:
         assert isinstance(key.config, BlockScaledConfig)
-        scaled = replace(key_of(gemm, key.config, False), interleaved=key.interleaved)
+        scaled: Any = replace(key_of(gemm, key.config, False), interleaved=key.interleaved)
         return BlockScaledGroupedGemm(key, scaled, self.weight)
 
 
