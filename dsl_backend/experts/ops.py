@@ -55,6 +55,8 @@ class Layer(NamedTuple):
     ids_dtype: torch.dtype
     weight: ScaledFormat | None
     x: ScaledFormat | None
+    shared_experts: int = 0
+    shared_weight: float = 1.0
 
 
 @cache
@@ -80,6 +82,8 @@ def experts(
     activation: str,
     parameters: list[float],
     router_weights: str,
+    shared: list[torch.Tensor | None],
+    shared_weight: float,
 ) -> None:
     """Writes out; operands as `ExpertsOperands` has them.
 
@@ -88,12 +92,15 @@ def experts(
         scales: of w13, w2 and x, as `ExpertsScales` has them.
         activation, parameters: as `named` makes them.
         router_weights: a value of RouterWeights.
+        shared: w13 and w2 of shared experts; none where there are none.
+        shared_weight: what their results are multiplied with.
 
     Raises:
         InvalidInput: an argument does not fit.
         Unsupported: no kernel serves the layer.
     """
     (w13_bias, w2_bias), given = biases, ExpertsScales(*scales)
+    shared_w13, shared_w2 = shared or (None, None)
     weight = None if given.w13 is None else format_of(given.w13)
     layer = Layer(
         num_experts=w13.shape[0],
@@ -110,6 +117,8 @@ def experts(
         ids_dtype=topk_ids.dtype,
         weight=weight,
         x=None if given.x is None or weight is None else ACTIVATIONS_OF[weight],
+        shared_experts=0 if shared_w2 is None else shared_of(shared_w2, w2),
+        shared_weight=shared_weight,
     )
     plan = plan_of(layer, x.device, current_stream(x.device))
     api.run(
@@ -124,7 +133,19 @@ def experts(
         expert_map=expert_map,
         out=out,
         scales=given,
+        shared_w13=shared_w13,
+        shared_w2=shared_w2,
     )
+
+
+def shared_of(shared_w2: torch.Tensor, w2: torch.Tensor) -> int:
+    """How many shared experts there are: they are as wide as routed ones."""
+    columns, width = shared_w2.shape[-1], w2.shape[-1]
+    require(
+        columns > 0 and columns % width == 0,
+        f"shared_w2 has {columns} columns: a multiple of the {width} of an expert is needed",
+    )
+    return columns // width
 
 
 def format_of(w13_scale: torch.Tensor) -> ScaledFormat:

@@ -10,7 +10,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import api, ops
 from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.testing.experts import CASES, SCALED_CASES, ExpertsCase, tensors
+from dsl_backend.testing.experts import CASES, SCALED_CASES, SHARED_CASES, ExpertsCase, tensors
 
 CPU = torch.device("cpu")
 
@@ -26,6 +26,11 @@ def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
     return *ops.named(case.spec.activation, case.spec.interleaved), case.router_weights.value
 
 
+def shared_of(case: ExpertsCase, given: ExpertsOperands) -> tuple[list[torch.Tensor | None], float]:
+    """The same of shared experts."""
+    return [given.shared_w13, given.shared_w2] if case.shared else [], case.shared_weight
+
+
 def operands_of(given: ExpertsOperands) -> tuple[object, ...]:
     """What the operator is given of tensors, beside the output."""
     return *given[:5], [given.w13_bias, given.w2_bias], list(given.scales), given.expert_map
@@ -33,18 +38,19 @@ def operands_of(given: ExpertsOperands) -> tuple[object, ...]:
 
 def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
     out = torch.full_like(given.out, torch.nan)
-    ops.EXPERTS(out, *operands_of(given), *facts_of(case))
+    ops.EXPERTS(out, *operands_of(given), *facts_of(case), *shared_of(case, given))
     return out
 
 
-@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES])
+@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES, *SHARED_CASES])
 def test_as_by_plan_and_run(name: str) -> None:
     """All that a plan is told, the operator reads off its tensors."""
-    case = (CASES | SCALED_CASES)[name]
+    case = (CASES | SCALED_CASES | SHARED_CASES)[name]
     given = tensors(case, "cpu")
     plan = api.plan(case.spec, CPU)
     more = {"w13_bias": given.w13_bias, "w2_bias": given.w2_bias, "expert_map": given.expert_map}
-    run = api.run(plan, *given[:5], **more, scales=given.scales)
+    shared = {"shared_w13": given.shared_w13, "shared_w2": given.shared_w2}
+    run = api.run(plan, *given[:5], **more, **shared, scales=given.scales)
     assert torch.equal(by_operator(case, given).nan_to_num(), run.nan_to_num())
 
 
@@ -61,7 +67,7 @@ def test_one_node_of_a_graph() -> None:
     given, facts, graphs = tensors(case, "cpu"), facts_of(case), []
 
     def layer(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ops.EXPERTS(out, x, *operands_of(given)[1:], *facts)
+        ops.EXPERTS(out, x, *operands_of(given)[1:], *facts, [], 1.0)
         return out + 1
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
