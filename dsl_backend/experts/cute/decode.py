@@ -158,10 +158,10 @@ class DecodeProduct(SmallMGemmBase):
     ):
         """Each pair's expert, and the experts that have one; by all threads."""
         thread = cute.arch.thread_idx()[0]
+        pairs = cute.size(params.mIds) // self.slots.topk * self.slots.of_token
         for expert in cutlass.range(thread, self.experts, self.threads, unroll=1):
             sListed[expert] = cutlass.Int32(0)
         cta_barrier()
-        pairs = cute.size(params.mIds) // self.slots.topk * self.slots.of_token
         for pair in cutlass.range(thread, pairs, self.threads, unroll=1):
             routed = params.mIds[place_of_id(pair, self.slots)]
             expert = expert_of(routed, params.mMap, pair, self.slots)
