@@ -38,7 +38,8 @@ class Options(BaseModel):
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
-            SM90.
+            SM90. In quantised models `dsl` serves those alone that it can have quantise for one of dsl's projections
+            (`scaled_linears`), and `measured` none.
         rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms,
             but `measured` is vLLM's for MLA.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of the drawn ones; `measured` is
