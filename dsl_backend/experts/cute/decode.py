@@ -203,7 +203,7 @@ class DecodeProduct(SmallMGemmBase):
         tables = (sExperts, sIds, sScales, sHits)
         return DecodeWork(k_tiles, n_tiles, total, workers, worker, start, end, of_expert, *tables)
 
-    def partition_weights(self, params: DecodeParams, sW: cute.Tensor):
+    def partition_weights(self, params: Any, sW: cute.Tensor):
         """Sources of routed experts, and of shared ones where there are any."""
         tWsW, of_routed = self.partition_boxes(params.tma_atom_w, params.mW, sW)
         if not self.slots.shared:

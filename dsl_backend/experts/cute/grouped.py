@@ -238,7 +238,9 @@ class GroupedProduct(GemmBase):
             tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
-    def load_weights(self, params: GroupedParams, tWgW: Any, tWsW: cute.Tensor, work, k_tile, stage, mbar, sScales=None):
+    def load_weights(
+        self, params: GroupedParams, tWgW: Any, tWsW: cute.Tensor, work, k_tile, stage, mbar, sScales=None
+    ):
         """Both boxes of a tile's weights, or of each of the tiles side by side; with them their scale factors."""
         if self.shared:
             self.load_either(params, tWgW, tWsW, work, k_tile, stage, mbar)

@@ -53,14 +53,16 @@ def consumer_of(layer: Any, norm: str, owners: Counter[int]) -> HandedTo | str:
         norm: the name of its attribute.
         owners: id of a module -> number of modules that have it as a child.
     """
-    given = given_to(type(layer), norm)
+    kind: Any = type(layer)
+    given = given_to(kind, norm)
     if isinstance(given, str):
         return given
     module = getattr(layer, given.module)
-    name = taken_by(type(module), given.argument)
+    kind = type(module)
+    name = taken_by(kind, given.argument)
     projection: Any = getattr(module, name, None) if name else None
     if projection is None:
-        return f"{type(module).__name__} does more with it than one product"
+        return f"{kind.__name__} does more with it than one product"
     chain = (layer, getattr(layer, norm), module, projection)
     if any("forward" in vars(one) for one in (layer, module, projection)):
         return "another forward was put into what is behind it"
