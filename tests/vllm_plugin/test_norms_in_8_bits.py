@@ -18,6 +18,7 @@ from dsl_backend.norm.spec import FP8, Scaling
 from dsl_backend.vllm_plugin.norms import serve, source
 from dsl_backend.vllm_plugin.scaled_linears import kernels
 from dsl_backend.vllm_plugin.scaled_linears import serve as serve_scaled_linears
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
 from tests.vllm_plugin import test_scaled_linears as scaled
 from tests.vllm_plugin.test_fused_mlp import engine, model_of
 
@@ -150,7 +151,7 @@ def test_nothing_quantises_behind_them(caplog: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels.ServedByDsl, "layer_of", seen)
     layer(*inputs(5))
     assert len(given) == 4
-    assert all(isinstance(one, kernels.Handed) and one.values.dtype == FP8 for one in given)
+    assert all(isinstance(one, Handed) and one.values.dtype == FP8 for one in given)
 
 
 def test_a_scale_that_is_written_later_is_used(caplog: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from dsl_backend.norm import launch
 from dsl_backend.norm.spec import FP8, NormTensors
 from dsl_backend.runtime.op import register_op
-from dsl_backend.vllm_plugin.scaled_linears.kernels import Handed
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:

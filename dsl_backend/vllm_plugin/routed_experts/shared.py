@@ -24,6 +24,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.fused_mlp.method import activation_of
 from dsl_backend.vllm_plugin.routed_experts.find import Service
 from dsl_backend.vllm_plugin.routed_experts.kernels import DSLExperts, SharedDSLExperts
+from dsl_backend.vllm_plugin.routed_experts.method import AppliedByExperts
 
 
 def runners(model: nn.Module) -> dict[int, Any]:
@@ -152,16 +153,6 @@ def shared_of(spec: ExpertsSpec, gate: torch.Tensor, down: torch.Tensor) -> int:
                 f"experts of {hidden} to {width} in {spec.dtype} is needed"
             )
     return count
-
-
-class AppliedByExperts(UnquantizedLinearMethod):
-    """The method of a shared expert's projection: the kernels of routed experts read its weight."""
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Does nothing. On a CPU vLLM's method would pack the weight and remove it."""
-
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        raise RuntimeError("the kernels of routed experts apply this projection: vLLM's runner should not call it")
 
 
 def take(runner: Any, spec: ExpertsSpec) -> type[SharedDSLExperts]:
