@@ -92,15 +92,14 @@ def run(
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scales: ExpertsScales = NO_SCALES,
-    shared_w13: torch.Tensor | None = None,
-    shared_w2: torch.Tensor | None = None,
+    **shared: torch.Tensor | None,
 ) -> torch.Tensor:
     """The experts' weighted sum for each token; shapes as `ExpertsOperands` has them, with rows of x and out at any
     stride.
 
     Args:
         scales: of what is in 8 bits.
-        shared_w13, shared_w2: of shared experts, where the spec has any.
+        shared: shared_w13 and shared_w2, of shared experts, where the spec has any.
         out: written in place and returned; it overlaps no other tensor. New by default. A token without an expert of
             this rank gets zeros.
 
@@ -113,11 +112,13 @@ def run(
         checks.tensor("x", x)
         out = torch.empty(x.shape, dtype=plan.spec.dtype, device=x.device)
     checks.instance("scales", scales, ExpertsScales)
-    shared = (shared_w13, shared_w2)
-    operands = ExpertsOperands(x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out, scales, *shared)
-    layout = tuple(
-        map(facts_of, (x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out, *scales, *shared))
+    of_shared = [shared.pop(name, None) for name in ("shared_w13", "shared_w2")]
+    require(
+        not shared, f"run has no argument {', '.join(shared)}: shared_w13 and shared_w2 are those of shared experts"
     )
+    given = (x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out)
+    operands = ExpertsOperands(*given, scales, *of_shared)
+    layout = tuple(map(facts_of, (*given, *scales, *of_shared)))
     if layout not in plan.layouts:
         check(plan, operands)
         if len(plan.layouts) >= LAYOUTS:

@@ -23,22 +23,24 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
     """What the operator is told beside tensors."""
-    return *ops.named(case.spec.activation, case.spec.interleaved), case.router_weights.value
+    return *ops.named(case.spec.activation, case.spec.interleaved), ops.weighted(
+        case.router_weights, case.shared_weight
+    )
 
 
-def shared_of(case: ExpertsCase, given: ExpertsOperands) -> tuple[list[torch.Tensor | None], float]:
-    """The same of shared experts."""
-    return [given.shared_w13, given.shared_w2] if case.shared else [], case.shared_weight
+def shared_of(given: ExpertsOperands) -> list[torch.Tensor]:
+    """Weights of shared experts."""
+    return [one for one in (given.shared_w13, given.shared_w2) if one is not None]
 
 
 def operands_of(given: ExpertsOperands) -> tuple[object, ...]:
     """What the operator is given of tensors, beside the output."""
-    return *given[:5], [given.w13_bias, given.w2_bias], list(given.scales), given.expert_map
+    return *given[:5], [given.w13_bias, given.w2_bias, *shared_of(given)], list(given.scales), given.expert_map
 
 
 def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
     out = torch.full_like(given.out, torch.nan)
-    ops.EXPERTS(out, *operands_of(given), *facts_of(case), *shared_of(case, given))
+    ops.EXPERTS(out, *operands_of(given), *facts_of(case))
     return out
 
 
@@ -67,7 +69,7 @@ def test_one_node_of_a_graph() -> None:
     given, facts, graphs = tensors(case, "cpu"), facts_of(case), []
 
     def layer(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ops.EXPERTS(out, x, *operands_of(given)[1:], *facts, [], 1.0)
+        ops.EXPERTS(out, x, *operands_of(given)[1:], *facts)
         return out + 1
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:

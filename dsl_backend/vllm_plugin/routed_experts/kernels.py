@@ -156,9 +156,10 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
         x_scale: torch.Tensor | None = None,
     ) -> None:
         where = RouterWeights.NONE if weights is None else RouterWeights.OUTPUT
-        biases, scales = [self.w1_bias, self.w2_bias], self.scales_of(x_scale)
-        layer = (expert_map, self.activation_name, self.parameters, where.value)
-        ops.EXPERTS(output, x, w13, w2, weights, ids, biases, scales, *layer, *self.shared())
+        shared, shared_weight = self.shared()
+        biases, scales = [self.w1_bias, self.w2_bias, *shared], self.scales_of(x_scale)
+        layer = (expert_map, self.activation_name, self.parameters, ops.weighted(where, shared_weight))
+        ops.EXPERTS(output, x, w13, w2, weights, ids, biases, scales, *layer)
 
     def shared(self) -> tuple[list[torch.Tensor | None], float]:
         """Weights of shared experts, none here, and what their results are multiplied with."""
