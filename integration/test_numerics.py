@@ -124,6 +124,13 @@ SETTINGS = (
         why="routed experts by dsl too",
     ),
     Setting(
+        id="experts-shared",
+        engine={"additional_config": {"dsl": {"experts": "dsl", "shared_experts": "dsl"}}},
+        cases=("deepseek_moe",),
+        dtypes=("bfloat16",),
+        why="shared experts by the kernels of the routed ones",
+    ),
+    Setting(
         id="experts-graphs",
         engine=EXPERTS | {"enforce_eager": False},
         cases=("gpt_oss", "qwen3_moe", "deepseek_moe"),
@@ -315,6 +322,7 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     if setting.id.startswith("experts"):
         by_dsl = re.findall(r"dsl serves \d+ layers of routed experts.*", outcome.log)
         assert len(by_dsl) == setting.ranks, "the log does not say that dsl serves experts"
+        assert all("1 shared" in line for line in by_dsl) == setting.id.endswith("shared")
         assert all("an expert map" in line for line in by_dsl) == bool(setting.engine.get("enable_expert_parallel"))
     if dtype == "float32":
         assert max(prompt_errors(ours, truth)) <= ROUNDING

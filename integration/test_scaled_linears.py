@@ -30,6 +30,7 @@ pytestmark = pytest.mark.e2e
 SERVED = re.compile(r"dsl serves (\d+) fp8 linear layers \((\w+)\), (\w+)")
 EXPERTS = re.compile(r"dsl serves (\d+) layers of routed experts, (.*?), on ")
 CHANNELS_INPUT, BLOCKS_INPUT = str(ROW_SCALED), str(GROUP_SCALED)
+NORMED = ("channels, normed", "channels, normed, compiled")
 MOE = ("experts of channels", "experts of blocks")
 
 
@@ -104,6 +105,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     # A separate cache, so that nothing compiled before is loaded.
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
     add("channels, compiled", Path(jobs["channels"].model), engine=ours | {"enforce_eager": False}, environment=cache)
+    normed = {"additional_config": {"dsl": {"scaled_linears": "dsl", "norms": "dsl"}}}
+    for ending, engine in (("normed", normed), ("normed, compiled", normed | {"enforce_eager": False})):
+        add(f"channels, {ending}", Path(jobs["channels"].model), engine=engine, environment=cache)
     # Prompts have more than 8 rows, decode steps fewer: of vLLM's kernel and dsl's, in one graph. torch's product on a
     # CPU would take minutes for as many rows as vLLM's warm-up has by default.
     measured = {"additional_config": {"dsl": {"scaled_linears": "measured"}}, "enforce_eager": False}
@@ -114,7 +118,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured", *MOE])
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured", *NORMED, *MOE])
 def test_errors_are_at_most_twice_vllms(outcomes: dict[str, Outcome], name: str) -> None:
     if name not in outcomes:
         pytest.skip("routed experts in 8 bits need a GPU")
@@ -129,7 +133,7 @@ def test_errors_are_at_most_twice_vllms(outcomes: dict[str, Outcome], name: str)
     assert rms(prompt_errors(outcomes[name].answers, exact)) <= 2 * rms(compared)
 
 
-@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured"])
+@pytest.mark.parametrize("name", ["channels", "blocks", "channels, compiled", "channels, measured", *NORMED])
 def test_the_log_says_who_serves(outcomes: dict[str, Outcome], name: str) -> None:
     assert outcomes[name].given is not None, outcomes[name].log[-3000:]
     found = SERVED.findall(outcomes[name].log)
@@ -146,6 +150,17 @@ def test_the_log_says_that_mlps_are_linked(outcomes: dict[str, Outcome], name: s
     assert lines
     assert all(f", x {form}, " in line and f", out {form}" in line for line in lines), lines
     assert "activations behind fp8 layers" not in outcomes[name].log
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_quantise_for_the_projections_behind_them(outcomes: dict[str, Outcome], name: str) -> None:
+    """Both of each layer; the last one of the model is followed by no layer in 8 bits."""
+    log = outcomes[name].log
+    assert re.search(
+        r"dsl serves 6 norms, RMSNorm of \d+ bfloat16 to float8_e4m3fn, with residual, scale by token", log
+    )
+    assert re.search(r"vLLM serves 1 norms: the model is quantised", log)
+    assert "norms, RMSNorm" not in outcomes["channels"].log
 
 
 def test_the_log_says_for_which_rows(outcomes: dict[str, Outcome]) -> None:

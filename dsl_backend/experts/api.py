@@ -92,12 +92,14 @@ def run(
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     scales: ExpertsScales = NO_SCALES,
+    **shared: torch.Tensor | None,
 ) -> torch.Tensor:
     """The experts' weighted sum for each token; shapes as `ExpertsOperands` has them, with rows of x and out at any
     stride.
 
     Args:
         scales: of what is in 8 bits.
+        shared: shared_w13 and shared_w2, of shared experts, where the spec has any.
         out: written in place and returned; it overlaps no other tensor. New by default. A token without an expert of
             this rank gets zeros.
 
@@ -110,8 +112,13 @@ def run(
         checks.tensor("x", x)
         out = torch.empty(x.shape, dtype=plan.spec.dtype, device=x.device)
     checks.instance("scales", scales, ExpertsScales)
-    operands = ExpertsOperands(x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out, scales)
-    layout = tuple(map(facts_of, (*operands[:-1], *scales)))
+    of_shared = [shared.pop(name, None) for name in ("shared_w13", "shared_w2")]
+    require(
+        not shared, f"run has no argument {', '.join(shared)}: shared_w13 and shared_w2 are those of shared experts"
+    )
+    given = (x, w13, w2, topk_weights, topk_ids, w13_bias, w2_bias, expert_map, out)
+    operands = ExpertsOperands(*given, scales, *of_shared)
+    layout = tuple(map(facts_of, (*given, *scales, *of_shared)))
     if layout not in plan.layouts:
         check(plan, operands)
         if len(plan.layouts) >= LAYOUTS:
@@ -129,6 +136,7 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
     tokens = given.x.shape[0] if given.x.dim() else 0
     require(tokens <= MAX_TOKENS, f"x has {tokens} rows: {MAX_TOKENS} are the most")
     experts, hidden, width = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    of_shared = spec.shared_experts * width
     weighted = spec.router_weights is not RouterWeights.NONE
     of_x, of_weights = (spec.dtype if kind is None else kind.values for kind in (spec.x, spec.weight))
     packed = 1 if spec.weight is None else spec.weight.packed
@@ -141,6 +149,8 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
         ("w13_bias", (experts, 2 * width) if spec.w13_bias else None, spec.dtype),
         ("w2_bias", (experts, hidden) if spec.w2_bias else None, spec.dtype),
         ("expert_map", None if spec.global_experts is None else (spec.global_experts,), torch.int32),
+        ("shared_w13", (2 * of_shared, hidden) if of_shared else None, spec.dtype),
+        ("shared_w2", (hidden, of_shared) if of_shared else None, spec.dtype),
         ("out", (tokens, hidden), spec.dtype),
         *scales_wanted(spec, tokens),
     )
@@ -152,9 +162,11 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
         tensor = tensors[name]
         require(tensor is None or tensor.is_contiguous(), f"{name} is not contiguous")
     checks.apart("out", given.out)
-    for name in ("x", "w13", "w2", "out"):
+    for name in ("x", "w13", "w2", "shared_w13", "shared_w2", "out"):
         tensor = getattr(given, name)
-        alignment = plan.weight_alignment if name in ("w13", "w2") else plan.alignment
+        if tensor is None:
+            continue
+        alignment = plan.alignment if name in ("x", "out") else plan.weight_alignment
         rows = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in tensor.stride()[:-1]))
         other = "pad its rows" if alignment > plan.alignment else "copy it, or plan with kernel='triton'"
         require(

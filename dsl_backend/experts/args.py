@@ -40,6 +40,8 @@ class ExpertsOperands(NamedTuple):
         expert_map: int32 [global experts], to this rank's experts; -1 is another rank's expert.
         out: [M, H].
         scales: of what is in 8 or 4 bits.
+        shared_w13: [2 S I, H], contiguous rows: of S shared experts all gate rows, then all up rows.
+        shared_w2: [H, S I], contiguous rows.
     """
 
     x: torch.Tensor
@@ -52,3 +54,5 @@ class ExpertsOperands(NamedTuple):
     expert_map: torch.Tensor | None
     out: torch.Tensor
     scales: ExpertsScales = ExpertsScales()
+    shared_w13: torch.Tensor | None = None
+    shared_w2: torch.Tensor | None = None

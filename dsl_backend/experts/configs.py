@@ -99,15 +99,15 @@ class ExpertsConfig:
 
     def work_tiles(self, spec: ExpertsSpec, tokens: int) -> int:
         """Tiles of rows at most, whatever the routing is."""
-        pairs = tokens * spec.topk
-        return pairs // self.tile_m + min(spec.num_experts, pairs)
+        pairs = tokens * spec.slots
+        return pairs // self.tile_m + min(spec.all_experts, pairs)
 
     def ctas(self, spec: ExpertsSpec, tokens: int, target: Target) -> tuple[int, int, int]:
         """CTAs of the routing, the first and the second product."""
         tiles, sms = self.work_tiles(spec, tokens), target.used_sms
         first, second = products(spec)
         return (
-            min(ceil_div(tokens * spec.topk, SORTED_PAIRS), sms),
+            min(ceil_div(tokens * spec.slots, SORTED_PAIRS), sms),
             min(tiles * ceil_div(first.n, self.first.columns(2)), sms),
             min(tiles * ceil_div(second.n, self.second.columns(1)), sms),
         )
@@ -148,8 +148,9 @@ Config = ExpertsConfig | DecodeConfig
 
 def table_bytes(spec: ExpertsSpec, tiles: SmallMTiles) -> int:
     """Shared memory of the list of experts, of the pairs' experts and of the tokens' weights."""
-    pairs = tiles.tile_tokens * spec.topk
-    words = (spec.num_experts, min(spec.num_experts, pairs), 1, pairs, *[tiles.groups * tiles.tile_tokens] * 2)
+    tokens = tiles.tile_tokens
+    listed = min(spec.num_experts, tokens * spec.topk) + spec.shared_experts
+    words = (spec.all_experts, listed, 1, tokens * spec.slots, *[tiles.groups * tokens] * 2)
     return sum(4 * count + TABLE_ALIGNMENT for count in words)
 
 
@@ -173,20 +174,21 @@ def fitting(gemm: GemmSpec, target: Target, more: bool = False) -> list[GemmTile
 
 def chosen_experts(spec: ExpertsSpec, tokens: int) -> float:
     """Experts with a token, on average, tokens routed evenly."""
-    return spec.num_experts * (1 - (1 - min(spec.topk / spec.num_experts, 1)) ** tokens)
+    return spec.num_experts * (1 - (1 - min(spec.topk / spec.num_experts, 1)) ** tokens) + spec.shared_experts
 
 
 @cache
-def tiles_of_expert(spec: ExpertsSpec, tokens: int, tile_m: int) -> float:
-    """Tiles of so many rows that an expert has on average, tokens routed evenly: its rows are binomial, here normal.
+def tiles_of_experts(spec: ExpertsSpec, tokens: int, tile_m: int) -> float:
+    """Tiles of so many rows on average, tokens routed evenly: rows of an expert are binomial, here normal.
 
-    Where they are a tile on average, half of the experts have a second tile.
+    Where they are a tile on average, half of the experts have a second tile. Shared experts have all tokens.
     """
     share = min(spec.topk / spec.num_experts, 1)
     rows = NormalDist(tokens * share, math.sqrt(max(tokens * share * (1 - share), 1e-9)))
     # More than j tiles' rows; the first one is what chosen experts have.
     more = (1 - rows.cdf(j * tile_m + 0.5) for j in range(1, ceil_div(tokens, tile_m) + 1))
-    return chosen_experts(spec, tokens) / spec.num_experts + sum(more)
+    routed = chosen_experts(spec, tokens) - spec.shared_experts + spec.num_experts * sum(more)
+    return routed + spec.shared_experts * ceil_div(tokens, tile_m)
 
 
 def estimated_ns(
@@ -195,15 +197,15 @@ def estimated_ns(
     """Of a product, tokens routed evenly, by the costs of dense GEMMs (`gemm.cost`)."""
     rates = arch_kernels(target).rates.of(target.chips[0])
     hit = chosen_experts(spec, tokens)
-    m_tiles = spec.num_experts * tiles_of_expert(spec, tokens, config.tile_m)
+    m_tiles = tiles_of_experts(spec, tokens, config.tile_m)
     tiles = m_tiles * ceil_div(gemm.n, config.columns(gemm.parts))
     waves = max(tiles / target.used_sms, 1)
     active = min(tiles, target.used_sms)
     weights = config.weight_rows * BLOCK_K * gemm.dtypes.weight.itemsize
-    x = tokens * spec.topk / m_tiles * BLOCK_K * gemm.dtypes.x.itemsize
+    x = tokens * spec.slots / m_tiles * BLOCK_K * gemm.dtypes.x.itemsize
     multiplied: float = config.tile_m
     if trims:
-        multiplied = min(multiplied, BLOCK * spec.num_experts * tiles_of_expert(spec, tokens, BLOCK) / m_tiles)
+        multiplied = min(multiplied, BLOCK * tiles_of_experts(spec, tokens, BLOCK) / m_tiles)
     flops = 2 * multiplied * config.weight_rows * BLOCK_K
     step = combined(
         GEMM.power,
@@ -252,7 +254,7 @@ def layer_ns(config: Config, spec: ExpertsSpec, tokens: int, target: Target) -> 
     tiles = zip((config.first, config.second), products(spec), strict=True)
     rates = arch_kernels(target).rates.of(target.chips[0])
     # Each expert's result is written, and read to be added up.
-    summed = 2 * tokens * spec.topk * spec.hidden_size * spec.dtype.itemsize / (rates.memory * target.sm_count)
+    summed = 2 * tokens * spec.slots * spec.hidden_size * spec.dtype.itemsize / (rates.memory * target.sm_count)
     both = sum(estimated_ns(one, gemm, spec, tokens, target, config.trims) for one, gemm in tiles)
     return both * (OVERLAPPED_COST if config.trims else 1.0) + summed + GROUPED_NS
 

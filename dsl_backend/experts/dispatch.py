@@ -33,6 +33,11 @@ def unscaled(spec: ExpertsSpec) -> list[str]:
     return [] if spec.weight is None else [f"weights in {spec.weight}: this one's are in 16 bits"]
 
 
+def unshared(spec: ExpertsSpec) -> list[str]:
+    """What kernels without shared experts need."""
+    return [f"{spec.shared_experts} shared experts: run them as a layer of their own"] if spec.shared_experts else []
+
+
 def cute(spec: ExpertsSpec, target: Target, kind: Kind | None = None) -> list[str]:
     """What the CuTe DSL kernels need; those for any number of tokens, or those of a kind."""
     if reasons := target.arch_objections(*KERNEL_ARCHS):
@@ -63,7 +68,7 @@ def cute_block_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
 
 
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
-    return unscaled(spec) + triton_objections(target, spec.dtype)
+    return unscaled(spec) + unshared(spec) + triton_objections(target, spec.dtype)
 
 
 def triton_scaled(spec: ExpertsSpec, target: Target) -> list[str]:

@@ -22,6 +22,8 @@ from dsl_backend.runtime.workspace import current_stream, workspace_of
 
 # Behind an activation's name where gate and up rows of w13 alternate.
 INTERLEAVED = " interleaved"
+# Between the place of the router's weights and the weight of shared experts.
+SHARED = ", shared "
 # Formats of weights in 8 bits, by the dimensions of w13's scales.
 FORMATS = {2: ROW_SCALED, 3: BLOCK_SCALED}
 
@@ -30,6 +32,11 @@ def named(activation: Activation, interleaved: bool) -> tuple[str, list[float]]:
     """An activation and the order of w13's rows in types that an operator's schema allows; `activation_of` inverts."""
     name, parameters = encoded(activation)
     return name + INTERLEAVED * interleaved, parameters
+
+
+def weighted(router_weights: RouterWeights, shared_weight: float = 1.0) -> str:
+    """Where the router's weights are multiplied in, and what shared experts' results are multiplied with."""
+    return router_weights.value if shared_weight == 1 else f"{router_weights.value}{SHARED}{shared_weight!r}"
 
 
 def activation_of(name: str, parameters: list[float]) -> tuple[Activation, bool]:
@@ -55,6 +62,8 @@ class Layer(NamedTuple):
     ids_dtype: torch.dtype
     weight: ScaledFormat | None
     x: ScaledFormat | None
+    shared_experts: int = 0
+    shared_weight: float = 1.0
 
 
 @cache
@@ -84,16 +93,18 @@ def experts(
     """Writes out; operands as `ExpertsOperands` has them.
 
     Args:
-        biases: of w13 and w2.
+        biases: of w13 and w2, then w13 and w2 of shared experts where there are any.
         scales: of w13, w2 and x, as `ExpertsScales` has them.
         activation, parameters: as `named` makes them.
-        router_weights: a value of RouterWeights.
+        router_weights: as `weighted` makes it.
 
     Raises:
         InvalidInput: an argument does not fit.
         Unsupported: no kernel serves the layer.
     """
-    (w13_bias, w2_bias), given = biases, ExpertsScales(*scales)
+    (w13_bias, w2_bias, *shared), given = biases, ExpertsScales(*scales)
+    shared_w13, shared_w2 = shared or (None, None)
+    where, _, shared_weight = router_weights.partition(SHARED)
     weight = None if given.w13 is None else format_of(given.w13)
     layer = Layer(
         num_experts=w13.shape[0],
@@ -105,11 +116,13 @@ def experts(
         parameters=tuple(parameters),
         w13_bias=w13_bias is not None,
         w2_bias=w2_bias is not None,
-        router_weights=router_weights,
+        router_weights=where,
         global_experts=None if expert_map is None else expert_map.shape[0],
         ids_dtype=topk_ids.dtype,
         weight=weight,
         x=None if given.x is None or weight is None else ACTIVATIONS_OF[weight],
+        shared_experts=0 if shared_w2 is None else shared_of(shared_w2, w2),
+        shared_weight=float(shared_weight or 1.0),
     )
     plan = plan_of(layer, x.device, current_stream(x.device))
     api.run(
@@ -124,7 +137,19 @@ def experts(
         expert_map=expert_map,
         out=out,
         scales=given,
+        shared_w13=shared_w13,
+        shared_w2=shared_w2,
     )
+
+
+def shared_of(shared_w2: torch.Tensor, w2: torch.Tensor) -> int:
+    """How many shared experts there are: they are as wide as routed ones."""
+    columns, width = shared_w2.shape[-1], w2.shape[-1]
+    require(
+        columns > 0 and columns % width == 0,
+        f"shared_w2 has {columns} columns: a multiple of the {width} of an expert is needed",
+    )
+    return columns // width
 
 
 def format_of(w13_scale: torch.Tensor) -> ScaledFormat:

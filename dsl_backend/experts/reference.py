@@ -49,7 +49,17 @@ def exact(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype = tor
         weight = weight_of(spec, operands, "w2", part.expert, dtype)
         made = torch.nn.functional.linear(requantized(spec, part.hidden, operands.scales), weight, bias)
         out.index_add_(0, part.tokens, made if part.scale is None else made * part.scale)
-    return out
+    return out + shared(spec, operands, dtype) if spec.shared_experts else out
+
+
+def shared(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype) -> torch.Tensor:
+    """What shared experts add to every token [M, H], in the given arithmetic."""
+    assert operands.shared_w13 is not None
+    assert operands.shared_w2 is not None
+    made = torch.nn.functional.linear(operands.x.to(dtype), operands.shared_w13.to(dtype))
+    gate, up = halves(made.T, False)
+    hidden = activate(gate.T, up.T, spec.activation)
+    return torch.nn.functional.linear(hidden, operands.shared_w2.to(dtype)) * spec.shared_weight
 
 
 class ExpertPart(NamedTuple):

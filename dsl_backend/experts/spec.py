@@ -55,6 +55,8 @@ class ExpertsSpec:
         router_weights: where the router's weights are multiplied in.
         global_experts: entries of the expert map, from the router's expert numbers to this rank's; None without a map.
         ids_dtype: of the router's expert numbers.
+        shared_experts: experts of the same width that every token has beside its topk; in `dtype`, without biases.
+        shared_weight: what these experts' results are multiplied with.
         weight: format of w13 and w2: BLOCK_SCALED, ROW_SCALED (a scale for each output channel), MXFP8, MXFP4, NVFP4,
             or None in `dtype`.
         x: format of x as it is given: `activations`, or None in `dtype`; None with MXFP8, MXFP4 and NVFP4.
@@ -72,6 +74,8 @@ class ExpertsSpec:
     router_weights: RouterWeights = RouterWeights.OUTPUT
     global_experts: int | None = None
     ids_dtype: torch.dtype = torch.int32
+    shared_experts: int = 0
+    shared_weight: float = 1.0
     weight: ScaledFormat | None = None
     x: ScaledFormat | None = None
 
@@ -96,6 +100,7 @@ class ExpertsSpec:
         if self.global_experts is not None:
             checks.integer("global_experts", self.global_experts, 1, MAX_GLOBAL_EXPERTS)
         self.check_formats()
+        self.check_shared()
 
     def check_formats(self) -> None:
         """Raises InvalidInput where the formats of x and of the weights do not fit, or not the sizes."""
@@ -128,6 +133,37 @@ class ExpertsSpec:
             )
             checks.require(not self.interleaved, f"interleaved: weights in {self.weight} have all gate rows first")
 
+    def check_shared(self) -> None:
+        """Raises InvalidInput where shared experts do not fit the routed ones."""
+        checks.integer("shared_experts", self.shared_experts, 0)
+        checks.number("shared_weight", self.shared_weight)
+        if not self.shared_experts:
+            checks.require(
+                self.shared_weight == 1, f"shared_weight is {self.shared_weight:g} without shared experts: 1 is needed"
+            )
+            return
+        for name, have, most in (("topk", self.slots, MAX_TOPK), ("num_experts", self.all_experts, MAX_EXPERTS)):
+            checks.require(
+                have <= most, f"shared_experts {self.shared_experts} and {name} {getattr(self, name)} exceed {most}"
+            )
+        refused = (
+            ("weights in 8 or 4 bits", self.weight is not None),
+            ("biases", self.w13_bias or self.w2_bias),
+            ("interleaved rows", self.interleaved),
+            ("router weights on the input", self.router_weights is RouterWeights.INPUT),
+        )
+        for what, has in refused:
+            checks.require(not has, f"shared_experts is {self.shared_experts}: with {what} 0 is needed")
+
+    @property
+    def slots(self) -> int:
+        """Experts of a token."""
+        return self.topk + self.shared_experts
+
+    @property
+    def all_experts(self) -> int:
+        return self.num_experts + self.shared_experts
+
     @property
     def mma_scaled(self) -> bool:
         """Whether scales are factors of SM100's matrix products."""
@@ -140,6 +176,7 @@ class ExpertsSpec:
 
     def __str__(self) -> str:
         facts = (
+            (f"{self.shared_experts} shared", self.shared_experts > 0),
             ("interleaved", self.interleaved),
             ("biases", self.w13_bias or self.w2_bias),
             ("an expert map", self.global_experts is not None),

@@ -19,6 +19,7 @@ columns, and one thread has the accumulators of both.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -270,8 +271,8 @@ class SmallMGemmBase:
     @cute.jit
     def load(self, params: SmallMParams, sW: cute.Tensor, sX: cute.Tensor, pipeline: Pipeline, work: StreamKWork):
         """The load warp. Weights depend on no kernel before this one: as many as fit are loaded before the wait."""
-        tWsW, tWgW = self.weight_copies(params, sW)
         gX = cute.local_tile(params.mX, (self.tile_tokens, self.tile_k), (None,) * cute.rank(params.mX))
+        tWsW, tWgW = self.partition_weights(params, sW)
         tXsX, tXgX = cpasync.tma_partition(
             params.tma_atom_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
         )
@@ -286,12 +287,16 @@ class SmallMGemmBase:
             self.load_weights(params, tWsW, tWgW, pipeline, work, position)
             self.load_x(params, tXsX, tXgX, pipeline, work, position)
 
-    def weight_copies(self, params: SmallMParams, sW: cute.Tensor):
-        """(tWsW, tWgW): targets and sources of the copies of weights."""
-        gW = cute.local_tile(params.mW, (self.box, self.tile_k), (None,) * cute.rank(params.mW))
+    def partition_weights(self, params: SmallMParams, sW: cute.Tensor):
+        """(tWsW, tWgW): where copies of weights go, [copy, box, stage], and what `copy_weights` finds them in."""
+        return self.partition_boxes(params.tma_atom_w, params.mW, sW)
+
+    def partition_boxes(self, tma_atom_w, mW: cute.Tensor, sW: cute.Tensor):
+        """The same of an atom, with sources [copy, n, k, ...]."""
+        gW = cute.local_tile(mW, (self.box, self.tile_k), (None,) * cute.rank(mW))
         boxes = cute.local_tile(sW, (self.box, self.tile_k), (None, 0, None))
         return cpasync.tma_partition(
-            params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
+            tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
     @cute.jit
@@ -299,7 +304,7 @@ class SmallMGemmBase:
         self,
         params: SmallMParams,
         tWsW: cute.Tensor,
-        tWgW: cute.Tensor,
+        tWgW: Any,
         pipeline: Pipeline,
         work: StreamKWork,
         position: cutlass.Int32,
@@ -310,18 +315,23 @@ class SmallMGemmBase:
         pipeline.producer_acquire(position)
         pipeline.producer_expect(position, self.stage_bytes)
         mbar_full = pipeline.full(position)
-        for i in cutlass.range_constexpr(2):
+        self.copy_weights(params, tWsW, tWgW, work, n_tile, k_tile, pipeline.stage(position), mbar_full)
+
+    @cute.jit
+    def copy_weights(self, params: SmallMParams, tWsW: cute.Tensor, tWgW: Any, work: Any, n_tile, k_tile, stage, mbar):
+        """Both boxes of a tile's weights to a stage."""
+        self.copy_boxes(params.tma_atom_w, tWgW, tWsW, n_tile, k_tile, stage, mbar)
+
+    def copy_boxes(self, tma_atom_w, tWgW: cute.Tensor, tWsW: cute.Tensor, n_tile, k_tile, stage, mbar):
+        """The same, of sources [copy, n, k, parts]."""
+        for i in range(2):
             cute.copy(
-                params.tma_atom_w,
-                self.weight_box(tWgW, work, n_tile, k_tile, i),
-                tWsW[None, i, pipeline.stage(position)],
-                tma_bar_ptr=mbar_full,
+                tma_atom_w,
+                tWgW[None, n_tile, k_tile, i] if self.gated else tWgW[None, 2 * n_tile + i, k_tile, 0],
+                tWsW[None, i, stage],
+                tma_bar_ptr=mbar,
                 cache_policy=cutlass.Int64(EVICT_FIRST),
             )
-
-    def weight_box(self, tWgW: cute.Tensor, work: StreamKWork, n_tile, k_tile, i: int):
-        """The source of box i of a tile's weights."""
-        return tWgW[None, n_tile, k_tile, i] if self.gated else tWgW[None, 2 * n_tile + i, k_tile, 0]
 
     def x_box(self, tXgX: cute.Tensor, work: StreamKWork, m_tile, k_tile):
         """The source of x."""

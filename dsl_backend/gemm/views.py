@@ -32,6 +32,20 @@ def expert_parts_view(weight: cute.Tensor, parts: int, interleaved: bool) -> cut
     return cute.make_tensor(weight.iterator, layout)
 
 
+def slices_view(weight: cute.Tensor, n, k, parts: int) -> cute.Tensor:
+    """Weights [parts * slices * n, k], all rows of a part side by side, as [n, k, parts, slices]."""
+    slices, row = weight.shape[0] // (parts * n), weight.stride[0]
+    layout = cute.make_layout((n, k, parts, slices), stride=(row, 1, slices * n * row, n * row))
+    return cute.make_tensor(weight.iterator, layout)
+
+
+def column_slices_view(weight: cute.Tensor, k) -> cute.Tensor:
+    """Weights [n, slices * k] as [n, k, 1, slices]."""
+    n, row = weight.shape[0], weight.stride[0]
+    layout = cute.make_layout((n, k, 1, weight.shape[1] // k), stride=(row, 1, row, k))
+    return cute.make_tensor(weight.iterator, layout)
+
+
 @cute.jit
 def bias_of(
     mBias: cute.Tensor,

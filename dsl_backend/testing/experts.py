@@ -46,6 +46,7 @@ class ExpertsCase:
         special: some tokens are NaN, infinite and zero.
         weight: format of the weights; None is `dtype`.
         x_given: x is given in the format of what such weights are multiplied with.
+        shared, shared_weight: shared experts.
     """
 
     tokens: int
@@ -68,6 +69,8 @@ class ExpertsCase:
     special: bool = False
     weight: ScaledFormat | None = None
     x_given: bool = False
+    shared: int = 0
+    shared_weight: float = 1.0
     seed: int = 0
 
     @property
@@ -89,6 +92,8 @@ class ExpertsCase:
             router_weights=self.router_weights,
             global_experts=self.global_experts if self.mapped else None,
             ids_dtype=self.ids_dtype,
+            shared_experts=self.shared,
+            shared_weight=self.shared_weight,
             weight=self.weight,
             x=ACTIVATIONS_OF[self.weight] if self.weight is not None and self.x_given else None,
         )
@@ -156,6 +161,7 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
     if case.spec.x is not None:
         x, x_scale, _ = quantized(x, case.spec.x)
         x_scale = x_scale.contiguous().to(device)
+    of_shared = case.shared * width
     return ExpertsOperands(
         x=strided(x, case.pad_x, device),
         w13=w13,
@@ -167,6 +173,8 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
         expert_map=expert_map,
         out=strided(torch.full((case.tokens, hidden), SENTINEL, dtype=case.dtype), case.pad_out, device),
         scales=ExpertsScales(w13_scale, w2_scale, x_scale, **wholes),
+        shared_w13=normal(2 * of_shared, hidden, gain=hidden**-0.5).to(device) if of_shared else None,
+        shared_w2=normal(hidden, of_shared, gain=width**-0.5).to(device) if of_shared else None,
     )
 
 
@@ -286,6 +294,8 @@ def check_experts(case: ExpertsCase, kernel: str | None, device: str) -> None:
         expert_map=given.expert_map,
         out=given.out,
         scales=given.scales,
+        shared_w13=given.shared_w13,
+        shared_w2=given.shared_w2,
     )
     judge(case, given)
 
@@ -331,6 +341,18 @@ CASES: Mapping[str, ExpertsCase] = MappingProxyType(
     }
 )
 
+
+SHARED = replace(PLAIN, shared=2, shared_weight=0.4)
+# Experts that every token has.
+SHARED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        "shared": SHARED,
+        "shared-one": ExpertsCase(tokens=1, num_experts=1, hidden=8, width=8, topk=1, dtype=F16, shared=1),
+        "shared-mapped": replace(SHARED, tokens=40, mapped=True, padding=0.3, shared=1, ids_dtype=torch.int64),
+        "shared-all-padding": replace(SHARED, padding=1.0, topk=1, router_weights=RouterWeights.NONE),
+        "shared-special": replace(SHARED, tokens=30, topk=2, special=True, pad_x=8, pad_out=24),
+    }
+)
 
 BLOCKS = ExpertsCase(tokens=20, num_experts=4, hidden=144, width=128, topk=2, weight=BLOCK_SCALED)
 # Weights in 8 bits.

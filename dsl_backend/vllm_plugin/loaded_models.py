@@ -51,9 +51,10 @@ def changing(function: Callable[..., Any]) -> Callable[..., Any]:
         vllm_config = get_current_vllm_config()
         # First, because it takes activations away from those that are fused with 16-bit projections.
         serve_scaled_linears.serve_scaled_linears(model, vllm_config)
+        # Before their projections are fused or served: it takes shared experts away.
+        serve.serve_experts(model, vllm_config)
         fuse.fuse_model(model, vllm_config)
         serve_projections.serve_projections(model, vllm_config)
-        serve.serve_experts(model, vllm_config)
         serve_norms.serve_norms(model, vllm_config)
         serve_rope.serve_rope(model, vllm_config)
         return function(model, *args, **kwargs)

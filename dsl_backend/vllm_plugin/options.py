@@ -28,6 +28,8 @@ class Options(BaseModel):
         attention_kernel: only kernels of this name from the dispatch table serve attention; a layer that they do not
             serve is an error. By default each operation gets the best kernel that serves it.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
+        shared_experts: whose kernels serve shared experts of layers whose routed ones dsl serves: dsl's compute them
+            with the routed ones; `measured` is vLLM's, because neither was measured.
         projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
             that dsl cannot serve, and more rows, are vLLM's. `measured` is dsl's for the rows of the tuning records,
             and on an SM90 for up to 16 rows of sizes without a record.
@@ -36,7 +38,8 @@ class Options(BaseModel):
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
-            SM90.
+            SM90. In quantised models `dsl` serves those alone that it can have quantise for one of dsl's projections
+            (`scaled_linears`), and `measured` none.
         rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms,
             but `measured` is vLLM's for MLA.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of the drawn ones; `measured` is
@@ -50,6 +53,7 @@ class Options(BaseModel):
 
     attention_kernel: str | None = None
     experts: ServedBy = ServedBy.MEASURED
+    shared_experts: ServedBy = ServedBy.MEASURED
     # With dsl's projections, norms and rope, Llama-8B has 1.18 times FLASH_ATTN's rate with one request (H200), and
     # without them 1.06 (H100).
     projections: ServedBy = ServedBy.MEASURED

@@ -14,6 +14,7 @@ from router import Router
 import emulator
 from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig
 from dsl_backend.experts.cute import host
+from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.tiles import SmallMTiles
@@ -21,7 +22,17 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing.experts import ACTIVATIONS, CASES, PLAIN, ExpertsCase, judge, random_case, tensors
+from dsl_backend.testing.experts import (
+    ACTIVATIONS,
+    CASES,
+    PLAIN,
+    SHARED,
+    SHARED_CASES,
+    ExpertsCase,
+    judge,
+    random_case,
+    tensors,
+)
 
 SCHEDULES = ("eager", "lazy", "random")
 SMS = 4
@@ -195,6 +206,30 @@ EMULATED = [
     Emulated(id="special", why="NaN and infinities stay in their rows", case=CASES["special"], config="split"),
     Emulated(id="strides", why="rows apart", case=CASES["strides"], config="pingpong"),
     *(Emulated(id=name, why="any case", case=CASES[name], config="narrow") for name in OTHERS),
+    Emulated(
+        id="shared",
+        why="weights of two descriptors; several tiles of each shared expert; columns of a slice end within a box",
+        case=replace(SHARED, tokens=150, num_experts=3, hidden=136, width=72, topk=2),
+        config="split",
+    ),
+    Emulated(
+        id="shared-rows",
+        why="several CTAs sort; a token's slots are those of a shared expert and of another rank's",
+        case=replace(SHARED_CASES["shared-mapped"], tokens=130, shared=3),
+        config="narrow",
+        routing_ctas=3,
+    ),
+    Emulated(
+        id="shared-overlap",
+        why="shared experts' weights before rows",
+        case=replace(SHARED, tokens=70, num_experts=2, topk=1, hidden=136, width=264),
+        config="overlap",
+    ),
+    *(
+        Emulated(id=name, why="any case", case=case, config="pingpong")
+        for name, case in SHARED_CASES.items()
+        if name != "shared"
+    ),
     *(
         Emulated(id=f"activation-{i}", why=str(one), case=CASES[f"activation-{i}"], config="split")
         for i, one in enumerate(ACTIVATIONS)
@@ -238,6 +273,19 @@ DECODED = [
         config="rows",
         decodes=True,
     ),
+    Emulated(id="shared", why="weights of two descriptors; all edges ragged", case=SHARED, config="deep", decodes=True),
+    Emulated(
+        id="shared-long",
+        why="tiles of several CTAs, of routed and of shared experts; columns of a slice end within a box",
+        case=replace(LONG, shared=3, shared_weight=-0.5, padding=0.3),
+        config="few",
+        decodes=True,
+    ),
+    *(
+        Emulated(id=name, why="any case", case=replace(case, tokens=min(case.tokens, 32)), config="rows", decodes=True)
+        for name, case in SHARED_CASES.items()
+        if name != "shared"
+    ),
     *(
         Emulated(
             id=name,
@@ -279,11 +327,18 @@ def after_router(case: ExpertsCase, schedule: str, arch: str, build: Callable[..
     judge(case, given)
 
 
+def some_shared(case: ExpertsCase, seed: int) -> ExpertsCase:
+    """A random case, every third one with shared experts, where it may have them."""
+    if seed % 3 or case.biases or case.interleaved or case.router_weights is RouterWeights.INPUT:
+        return case
+    return replace(case, shared=1 + seed % 2, shared_weight=(1.0, 0.4, -2.0)[seed // 3 % 3])
+
+
 def random_decoded(seed: int, arch: str) -> Emulated:
     draw = random.Random(seed)
     name = draw.choice(list(DECODE_CONFIGS[arch]))
     config = DECODE_CONFIGS[arch][name]
-    case = random_case(draw, 150)
+    case = some_shared(random_case(draw, 150), seed)
     most = next(tokens for tokens in range(128, 0, -1) if config.serves(tokens))
     return Emulated(
         id=f"decode-{seed}", why="any", case=replace(case, tokens=min(case.tokens, most)), config=name, decodes=True
@@ -294,7 +349,11 @@ def random_emulated(seed: int) -> Emulated:
     draw = random.Random(seed)
     config = draw.choice(list(CONFIGS))
     return Emulated(
-        id=f"fuzz-{seed}", why="any", case=random_case(draw, 150), config=config, routing_ctas=draw.choice((1, 1, 2, 5))
+        id=f"fuzz-{seed}",
+        why="any",
+        case=some_shared(random_case(draw, 150), seed),
+        config=config,
+        routing_ctas=draw.choice((1, 1, 2, 5)),
     )
 
 

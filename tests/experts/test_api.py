@@ -12,11 +12,23 @@ from torch.nn import functional
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, configs, dispatch, precompile, reference
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.quant.format import ROW_SCALED
 from dsl_backend.runtime import model, toolkit
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing.experts import BF16, CASES, PLAIN, ExpertsCase, check_experts, judge, random_case, tensors
+from dsl_backend.testing.experts import (
+    BF16,
+    CASES,
+    PLAIN,
+    SHARED,
+    SHARED_CASES,
+    ExpertsCase,
+    check_experts,
+    judge,
+    random_case,
+    tensors,
+)
 
 needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or targets.triton_interpreted()),
@@ -29,6 +41,11 @@ KERNELS = ["reference", pytest.param("triton", marks=needs_triton)]
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, kernel: str, device: torch.device) -> None:
     check_experts(CASES[name], kernel, str(device))
+
+
+@pytest.mark.parametrize("name", SHARED_CASES)
+def test_shared_case(name: str, device: torch.device) -> None:
+    check_experts(SHARED_CASES[name], None, str(device))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -85,6 +102,25 @@ def test_numbers_that_are_no_experts_are_skipped(bad: int) -> None:
     assert not out[4].any()
 
 
+def test_shared_experts_are_mlps_of_every_token() -> None:
+    """Against the routed experts alone and an MLP of the checkpoint's layout, whatever the routing is."""
+    given = tensors(SHARED, "cpu")
+    assert given.shared_w13 is not None
+    assert given.shared_w2 is not None
+    routed = run(replace(SHARED, shared=0, shared_weight=1.0), shared_w13=None, shared_w2=None)
+    gate, up = (given.x.float() @ given.shared_w13.float().T).chunk(2, dim=1)
+    right = routed.float() + 0.4 * (functional.silu(gate) * up) @ given.shared_w2.float().T
+    torch.testing.assert_close(run(SHARED).float(), right, rtol=1e-2, atol=1e-2)
+
+
+def test_estimates_count_shared_experts() -> None:
+    """Every token has them: their weights are read once, and they have as many rows as there are tokens."""
+    lite = spec(num_experts=64, hidden_size=2048, intermediate_size=1408, topk=6)
+    shared = replace(lite, shared_experts=2)
+    assert configs.chosen_experts(shared, 1) == pytest.approx(8)
+    assert configs.tiles_of_experts(shared, 2048, 128) - configs.tiles_of_experts(lite, 2048, 128) == pytest.approx(32)
+
+
 def test_a_map_that_names_no_expert_is_skipped() -> None:
     case = replace(PLAIN, mapped=True)
     given = tensors(case, "cpu")
@@ -127,6 +163,13 @@ def spec(**changes: Any) -> ExpertsSpec:
         ({"router_weights": "input"}, "router_weights is 'input': one of"),
         ({"router_weights": RouterWeights.INPUT}, "topk 3: router weights on the input need a topk of 1"),
         ({"global_experts": 0}, "global_experts is 0: an integer from 1"),
+        ({"shared_experts": -1}, "shared_experts is -1: an integer from 0"),
+        ({"shared_experts": 14}, "shared_experts 14 and topk 3 exceed 16"),
+        ({"num_experts": 511, "shared_experts": 2}, "shared_experts 2 and num_experts 511 exceed 512"),
+        ({"shared_weight": 0.5}, "shared_weight is 0.5 without shared experts: 1 is needed"),
+        ({"shared_experts": 1, "w13_bias": True}, "shared_experts is 1: with biases 0 is needed"),
+        ({"shared_experts": 1, "interleaved": True}, "shared_experts is 1: with interleaved rows 0 is needed"),
+        ({"shared_experts": 1, "weight": ROW_SCALED}, "shared_experts is 1: with weights in 8 or 4 bits 0 is needed"),
     ],
 )
 def test_specs_are_checked(changes: dict[str, Any], message: str) -> None:
@@ -161,11 +204,26 @@ X = torch.zeros(9, 72, dtype=BF16)
         ({"out": torch.zeros(1, 72, dtype=BF16).expand(9, 72)}, "its rows overlap in memory"),
         ({"out": X.to("meta")}, "out is on meta, the plan on cpu"),
         ({"w13": [[1.0]]}, "w13 is a list: a tensor is needed"),
+        ({"shared_w2": X}, "shared_w2 is given, and the plan's spec has none"),
     ],
 )
 def test_operands_are_checked(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         run(PLAIN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared_w13": None}, "shared_w13 is None: a tensor is needed"),
+        ({"shared_w13": X}, r"shared_w13 has shape \(9, 72\): \[160, 72\] is needed"),
+        ({"shared_w2": X.half()}, r"shared_w2 has shape \(9, 72\): \[72, 80\] is needed"),
+        ({"shared_w2": torch.zeros(72, 80)}, "shared_w2 is float32: bfloat16 is needed"),
+    ],
+)
+def test_shared_operands_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        run(SHARED, **changes)
 
 
 def test_plans_are_checked() -> None:
@@ -204,6 +262,8 @@ def test_an_sm90_gets_the_cute_kernels() -> None:
     assert dispatch.choose(PLAIN.spec, from_arch("sm_100a")).name == "cute"
     for other in ("sm_80", "sm_120a"):
         assert dispatch.choose(PLAIN.spec, from_arch(other)).name == "triton"
+    with pytest.raises(Unsupported, match="2 shared experts: run them as a layer of their own"):
+        dispatch.choose(SHARED.spec, from_arch("sm_80"))
     for name in ("hidden_size", "intermediate_size"):
         odd = spec(**{name: 84})
         assert dispatch.choose(odd, H200).name == "triton"
@@ -266,11 +326,11 @@ def test_blocks_without_rows_are_left_out_where_that_was_faster() -> None:
 def test_experts_with_more_rows_than_a_tile_have_more_tiles() -> None:
     qwen = spec(num_experts=128, hidden_size=2048, intermediate_size=768, topk=8)
     # 128 rows on average: of tiles of so many rows half of the experts need a second one.
-    assert configs.tiles_of_expert(qwen, 2048, 128) == pytest.approx(1.5, abs=0.03)
-    assert configs.tiles_of_expert(qwen, 2048, 256) == pytest.approx(1, abs=0.001)
-    assert configs.tiles_of_expert(qwen, 2048, 64) == pytest.approx(2.5, abs=0.03)
+    assert configs.tiles_of_experts(qwen, 2048, 128) == pytest.approx(128 * 1.5, abs=4)
+    assert configs.tiles_of_experts(qwen, 2048, 256) == pytest.approx(128, abs=0.2)
+    assert configs.tiles_of_experts(qwen, 2048, 64) == pytest.approx(128 * 2.5, abs=4)
     # One token has 8 experts of 128.
-    assert configs.tiles_of_expert(qwen, 1, 64) == pytest.approx(1 / 16)
+    assert configs.tiles_of_experts(qwen, 1, 64) == pytest.approx(8)
 
 
 def test_kinds_that_were_not_timed_are_taken_by_name_alone() -> None:

@@ -32,7 +32,7 @@ TILES = 8
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("one", "schedule"), in_turn(DECODED, ("plain",)))
+@pytest.mark.parametrize(("one", "schedule"), in_turn(DECODED, ("plain", "shared")))
 def test_case(one: Emulated, schedule: str, arch: str) -> None:
     emulate(one, schedule, seed=1, arch=arch)
 

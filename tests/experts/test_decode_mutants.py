@@ -34,10 +34,14 @@ MANY = replace(
     BIASED, id="many", case=replace(LONG, tokens=30, num_experts=70, topk=3, hidden=72, width=40, biases=False)
 )
 BARRIER = "cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)"
+SHARED = KNOWN["shared-long"]
 ROUTER = replace(MANY, id="behind a router", case=LONG)
 MISTAKES = [
-    (MANY, Mistake("w13 of the first expert", decode, "work.sExperts[n_tile // work.of_expert]]", "work.sExperts[0]]")),
-    (MANY, Mistake("w2 of the first expert", decode, "work.sExperts[k_tile // work.of_expert]", "work.sExperts[0]")),
+    (MANY, Mistake("w13 of the first expert", decode, "listed = n_tile // work.of_expert if", "listed = 0 if")),
+    (
+        MANY,
+        Mistake("w2 of the first expert", decode, "(self.gated) else k_tile // work.of_expert", "(self.gated) else 0"),
+    ),
     (
         MANY,
         Mistake(
@@ -74,8 +78,8 @@ MISTAKES = [
         Mistake(
             "weights of tokens",
             decode,
-            "scale += self.weight_of(params, pair)",
-            "scale += self.weight_of(params, token)",
+            "scale += self.weight_of(params, token, slot)",
+            "scale += self.weight_of(params, 0, slot)",
         ),
     ),
     (
@@ -83,8 +87,8 @@ MISTAKES = [
         Mistake(
             "the slot before",
             decode,
-            "pair = token * self.topk + slot\n                    if",
-            "pair = token * self.topk\n                    if",
+            "if work.sIds[token * self.slots.of_token + slot] == expert:",
+            "if work.sIds[token * self.slots.of_token] == expert:",
         ),
     ),
     (
@@ -165,6 +169,41 @@ MISTAKES = [
             decode,
             "share(total, workers, cutlass.max(worker, 0))",
             "share(total, workers, worker)",
+        ),
+    ),
+    # Shared experts.
+    (SHARED, Mistake("the first shared expert", decode, "expert = expert - self.slots.experts", "expert = expert * 0")),
+    (
+        SHARED,
+        Mistake(
+            "shared experts by the routed ones' descriptor",
+            decode,
+            "if expert < self.slots.experts:",
+            "if expert >= 0:",
+        ),
+    ),
+    (
+        SHARED,
+        Mistake(
+            "a weight of 1", decode, "weight = cutlass.Float32(self.shared_weight)", "weight = cutlass.Float32(1.0)"
+        ),
+    ),
+    (
+        SHARED,
+        Mistake(
+            "weights of the router's slots",
+            decode,
+            "if slot >= self.slots.topk:",
+            "if slot > self.slots.topk:",
+        ),
+    ),
+    (
+        SHARED,
+        Mistake(
+            "fewer pairs than there are",
+            decode,
+            "// self.slots.topk * self.slots.of_token\n",
+            "// self.slots.topk * self.slots.topk\n",
         ),
     ),
     (

@@ -11,7 +11,7 @@ from dsl_backend.experts.configs import TILES, ExpertsConfig, fitting, products
 from dsl_backend.testing.experts import ExpertsCase
 
 
-@pytest.mark.parametrize(("one", "schedule"), in_turn(EMULATED, ("split", "pingpong")))
+@pytest.mark.parametrize(("one", "schedule"), in_turn(EMULATED, ("split", "pingpong", "shared")))
 def test_case(one: Emulated, schedule: str) -> None:
     emulate(one, schedule, seed=1)
 

@@ -29,6 +29,8 @@ ORDER = Emulated(id="order", why="", case=replace(MANY, tokens=300, num_experts=
 TALL = Emulated(id="tall", why="", case=replace(MANY, tokens=250, num_experts=2, topk=1), config="tall")
 # More than a warp's lanes: other warps than the one that scans have counted some of them.
 MORE_EXPERTS = Emulated(id="more-experts", why="", case=replace(MANY, tokens=40, num_experts=40), config="split")
+# Several tiles of each of two shared experts.
+SHARED = KNOWN["shared"]
 SPREAD = replace(RAGGED, routing_ctas=3)
 # Of the second consumer, which has no rows in a short tile; not the warp that releases its stages.
 LATE_WARP = 5
@@ -60,7 +62,7 @@ MISTAKES = [
     (
         RAGGED,
         Mistake(
-            "weights of the first expert", grouped, "None, None, None, None, work.expert]", "None, None, None, None, 0]"
+            "weights of the first expert", grouped, "None, None, None, None, expert]", "None, None, None, None, 0]"
         ),
     ),
     (
@@ -206,14 +208,45 @@ MISTAKES = [
         Mistake(
             "pairs without an expert count",
             combine,
-            "if local_expert(mIds, mMap, pair, self.experts) >= 0:",
-            "if pair >= 0:",
+            "if local_of(mIds[place], mMap, self.slots.experts) >= 0:",
+            "if place >= 0:",
         ),
     ),
-    (RAGGED, Mistake("weights of tokens", combine, "mWeights[pair]", "mWeights[token]")),
+    (RAGGED, Mistake("weights of tokens", combine, "mWeights[place]", "mWeights[token]")),
     (
         KNOWN["strides"],
         Mistake("rows of out lie side by side", combine, "mOut.stride[0] + column", "mOut.shape[1] + column"),
+    ),
+    # Shared experts.
+    (SHARED, Mistake("the first shared expert", grouped, "tWgW[1], work.expert - self.experts", "tWgW[1], 0")),
+    (
+        SHARED,
+        Mistake(
+            "shared experts by the routed ones' descriptor",
+            grouped,
+            "if work.expert < self.experts:",
+            "if work.expert >= 0:",
+        ),
+    ),
+    (SHARED, Mistake("a weight of 1", combine, "cutlass.Float32(self.shared_weight)", "cutlass.Float32(1.0)")),
+    (SHARED, Mistake("weights of pairs", combine, "token * self.slots.topk + slot", "token * of_token + slot")),
+    (
+        SHARED,
+        Mistake(
+            "numbers of pairs",
+            routing,
+            "token * slots.topk + cutlass.min(slot, slots.topk - 1)",
+            "cutlass.min(pair, token * slots.of_token + 1)",
+        ),
+    ),
+    (
+        SHARED,
+        Mistake(
+            "one shared expert for all",
+            routing,
+            "cutlass.Int32(slots.experts - slots.topk) + slot",
+            "cutlass.Int32(slots.experts)",
+        ),
     ),
 ]
 CLASSES = {grouped: "GroupedProduct", sm90_grouped: "GroupedGemm", routing: "Routing", combine: "Combine"}

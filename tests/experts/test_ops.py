@@ -10,7 +10,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import api, ops
 from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.testing.experts import CASES, SCALED_CASES, ExpertsCase, tensors
+from dsl_backend.testing.experts import CASES, SCALED_CASES, SHARED_CASES, ExpertsCase, tensors
 
 CPU = torch.device("cpu")
 
@@ -23,12 +23,19 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
     """What the operator is told beside tensors."""
-    return *ops.named(case.spec.activation, case.spec.interleaved), case.router_weights.value
+    return *ops.named(case.spec.activation, case.spec.interleaved), ops.weighted(
+        case.router_weights, case.shared_weight
+    )
+
+
+def shared_of(given: ExpertsOperands) -> list[torch.Tensor]:
+    """Weights of shared experts."""
+    return [one for one in (given.shared_w13, given.shared_w2) if one is not None]
 
 
 def operands_of(given: ExpertsOperands) -> tuple[object, ...]:
     """What the operator is given of tensors, beside the output."""
-    return *given[:5], [given.w13_bias, given.w2_bias], list(given.scales), given.expert_map
+    return *given[:5], [given.w13_bias, given.w2_bias, *shared_of(given)], list(given.scales), given.expert_map
 
 
 def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
@@ -37,14 +44,15 @@ def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES])
+@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES, *SHARED_CASES])
 def test_as_by_plan_and_run(name: str) -> None:
     """All that a plan is told, the operator reads off its tensors."""
-    case = (CASES | SCALED_CASES)[name]
+    case = (CASES | SCALED_CASES | SHARED_CASES)[name]
     given = tensors(case, "cpu")
     plan = api.plan(case.spec, CPU)
     more = {"w13_bias": given.w13_bias, "w2_bias": given.w2_bias, "expert_map": given.expert_map}
-    run = api.run(plan, *given[:5], **more, scales=given.scales)
+    shared = {"shared_w13": given.shared_w13, "shared_w2": given.shared_w2}
+    run = api.run(plan, *given[:5], **more, **shared, scales=given.scales)
     assert torch.equal(by_operator(case, given).nan_to_num(), run.nan_to_num())
 
 

@@ -15,6 +15,7 @@ from dsl_backend.experts import reference
 from dsl_backend.experts.configs import ExpertsConfig
 from dsl_backend.experts.cute import host
 from dsl_backend.experts.cute.args import ExpertsArgs
+from dsl_backend.experts.cute.key import Slots
 from dsl_backend.experts.cute.routing import Routing
 from dsl_backend.gemm.sm90.configs import GemmConfig
 from dsl_backend.runtime.compile import compile_kernel
@@ -29,13 +30,15 @@ class RoutingKey:
     num_experts: int
     ids_dtype: torch.dtype
     mapped: bool
+    topk: int
+    shared: int
 
 
 class RoutingAlone:
     """The routing of a layer, without its products."""
 
     def __init__(self, key: RoutingKey):
-        self.routing = Routing(key.num_experts, TILE_M)
+        self.routing = Routing(Slots(key.num_experts, key.topk, key.shared), TILE_M)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: ExpertsArgs, stream: Any) -> None:
@@ -47,7 +50,7 @@ def check_routing(case: ExpertsCase, ctas: int, schedule: str) -> None:
     given, spec = tensors(case, "cpu"), case.spec
     tiles = GemmConfig(tile_m=TILE_M, box_n=16, stages=2, pingpong=True)
     config = ExpertsConfig(first=tiles, second=tiles)
-    key = RoutingKey(case.num_experts, case.ids_dtype, case.mapped)
+    key = RoutingKey(case.num_experts, case.ids_dtype, case.mapped, case.topk, case.shared)
     workspace = Workspace(torch.device("cpu"))
     scratch = host.scratch_of(spec, config, case.tokens, ctas, workspace)
     with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, strict=True):
@@ -55,13 +58,14 @@ def check_routing(case: ExpertsCase, ctas: int, schedule: str) -> None:
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         function = compile_kernel(RoutingAlone(key), (fake.operands.x, fake, stream), key=key, target=TARGET)
         function(given.x, ExpertsArgs(given, scratch, ctas, 1, 1))
-    ids = reference.local_ids(spec, given).flatten()
+    of_shared = torch.arange(case.num_experts, spec.all_experts).expand(case.tokens, case.shared)
+    ids = torch.cat((reference.local_ids(spec, given), of_shared), 1).flatten()
     found = ids[ids >= 0]
-    order = torch.where(ids < 0, case.num_experts, ids).sort(stable=True).indices[: len(found)]
+    order = torch.where(ids < 0, spec.all_experts, ids).sort(stable=True).indices[: len(found)]
     assert torch.equal(scratch.pairs[: len(found)].long(), order)
     wanted: list[list[int]] = []
     first = 0
-    for expert, count in enumerate(found.bincount(minlength=case.num_experts).tolist()):
+    for expert, count in enumerate(found.bincount(minlength=spec.all_experts).tolist()):
         wanted += [[expert, first + start, min(TILE_M, count - start), 0] for start in range(0, count, TILE_M)]
         first += count
     assert len(wanted) <= len(scratch.tiles)
@@ -79,6 +83,8 @@ CASES = {
     "one-expert": (replace(CASE, num_experts=1, topk=1), 1),
     "one-pair": (replace(CASE, tokens=1, topk=1, padding=0.0), 1),
     "fewer-pairs-than-ctas": (replace(CASE, tokens=2, topk=1), 4),
+    "shared": (replace(CASE, shared=2), 3),
+    "shared-alone": (replace(CASE, shared=1, padding=1.0, mapped=True), 1),
     "nothing": (replace(CASE, padding=1.0), 2),
 }
 

@@ -49,8 +49,8 @@ class BlockScaledExpertsLayer:
         first, second = key.products
         self.first = key.product_of(first, key.first_gemm)
         self.second = key.product_of(second, key.second_gemm)
-        self.routing = Routing(key.num_experts, self.first.tile_m, waits_first=True)
-        self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
+        self.routing = Routing(key.slots, self.first.tile_m, waits_first=True)
+        self.combine = Combine(key.slots, key.router_weights is RouterWeights.OUTPUT)
         self.quantise = QuantiseBlocks(key.activations, key.dtype, waits_last=True)
 
     @cute.jit

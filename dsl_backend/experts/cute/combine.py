@@ -5,7 +5,8 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.experts.cute.args import ExpertsArgs
-from dsl_backend.experts.cute.routing import flat, local_expert
+from dsl_backend.experts.cute.key import Slots
+from dsl_backend.experts.cute.routing import flat, local_of
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import load_vector, store_vector
 
@@ -17,13 +18,13 @@ class Combine:
     """out [M, H] = sum over slots of weight * made [M k, H], in float32, rounded once; 0 for a token without experts.
 
     Args:
-        experts: of this rank.
-        topk: slots of a token.
+        slots: of a token.
         weighted: the router's weights are multiplied in.
+        shared_weight: of shared experts.
     """
 
-    def __init__(self, experts: int, topk: int, weighted: bool):
-        self.experts, self.topk, self.weighted = experts, topk, weighted
+    def __init__(self, slots: Slots, weighted: bool, shared_weight: float = 1.0):
+        self.slots, self.weighted, self.shared_weight = slots, weighted, shared_weight
 
     @cute.jit
     def launch(self, args: ExpertsArgs, stream):
@@ -52,19 +53,25 @@ class Combine:
         column = (block * THREADS + cute.arch.thread_idx()[0]) * VECTOR
         if column < mOut.shape[1]:
             # All loads are on their way before the first one is waited for.
-            rMade = cute.make_rmem_tensor((VECTOR, self.topk), mMade.element_type)
-            weights = cute.make_rmem_tensor(self.topk, cutlass.Float32)
+            of_token = cutlass.const_expr(self.slots.of_token)
+            rMade = cute.make_rmem_tensor((VECTOR, of_token), mMade.element_type)
+            weights = cute.make_rmem_tensor(of_token, cutlass.Float32)
             rMade.fill(0.0)
             weights.fill(0.0)
-            for slot in cutlass.range_constexpr(self.topk):
-                pair = token * self.topk + slot
-                if local_expert(mIds, mMap, pair, self.experts) >= 0:
+            for slot in cutlass.range_constexpr(of_token):
+                pair = token * of_token + slot
+                if cutlass.const_expr(slot >= self.slots.topk):
                     load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade[None, slot])
-                    weights[slot] = mWeights[pair] if cutlass.const_expr(self.weighted) else cutlass.Float32(1.0)
+                    weights[slot] = cutlass.Float32(self.shared_weight)
+                else:
+                    place = token * self.slots.topk + slot
+                    if local_of(mIds[place], mMap, self.slots.experts) >= 0:
+                        load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade[None, slot])
+                        weights[slot] = mWeights[place] if cutlass.const_expr(self.weighted) else cutlass.Float32(1.0)
             rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
             for i in cutlass.range_constexpr(VECTOR):
                 total = cutlass.Float32(0.0)
-                for slot in cutlass.range_constexpr(self.topk):
+                for slot in cutlass.range_constexpr(of_token):
                     total += weights[slot] * rMade[i, slot].to(cutlass.Float32)
                 rOut[i] = total.to(mOut.element_type)
             store_vector(rOut, mOut.iterator, cutlass.Int64(token) * mOut.stride[0] + column)

@@ -18,8 +18,9 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.experts.cute.args import DecodeArgs
+from dsl_backend.experts.cute.grouped import shared_view
 from dsl_backend.experts.cute.key import ExpertsKey
-from dsl_backend.experts.cute.routing import flat, local_expert
+from dsl_backend.experts.cute.routing import expert_of, flat, place_of_id
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
@@ -45,11 +46,14 @@ class DecodeParams(SmallMParams):
     Attributes:
         mIds: [M k]. mMap: int32 [global experts], or missing.
         mWeights: float32 [M k], or missing.
+        tma_atom_shared, mShared: as those of mW, of S shared experts, or missing; coordinates [n, k, parts, S].
     """
 
     mIds: cute.Tensor
     mMap: cute.Tensor
     mWeights: cute.Tensor
+    tma_atom_shared: cute.CopyAtom
+    mShared: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class DecodeWork(StreamKWork):
     Attributes:
         of_expert: tiles of columns of an expert in the first product, its k tiles in the second one.
         sExperts: int32 [D], the chosen experts in rising order. Where no token has one, expert 0 is listed.
-        sIds: int32 [M k], this rank's expert of each pair; -1 where there is none.
+        sIds: int32 [pairs], this rank's expert of each pair; -1 where there is none.
         sScales: float32 [groups, tile_tokens], a tile's router weight of each token.
         sHits: int32 [groups, tile_tokens], slots of each token that have the tile's expert.
     """
@@ -90,8 +94,9 @@ class DecodeProduct(SmallMGemmBase):
     threads: int
 
     def set_up(self, key: ExpertsKey) -> None:
-        self.experts, self.topk = key.num_experts, key.topk
-        self.listed = min(key.num_experts, self.tile_tokens * key.topk)
+        self.slots, self.shared_weight = key.slots, key.shared_weight
+        self.experts = key.slots.all_experts
+        self.listed = min(key.num_experts, self.tile_tokens * key.topk) + key.shared_experts
         self.has_bias = key.w13_bias if self.gated else key.w2_bias
         self.router_weights = key.router_weights
         self.waits = self.gated or not key.prefetches
@@ -106,6 +111,9 @@ class DecodeProduct(SmallMGemmBase):
         weights = expert_parts_view(weight, self.parts, self.interleaved)
         weighted = cutlass.const_expr(self.router_weights is not RouterWeights.NONE)
         tma_atom_w, mW, tma_atom_x, mX = self.tma_atoms(weights, x)
+        tma_atom_shared, mShared = None, None
+        if cutlass.const_expr(self.slots.shared > 0):
+            tma_atom_shared, mShared, _, _ = self.tma_atoms(shared_view(operands, first), x)
         params = DecodeParams(
             tma_atom_w,
             mW,
@@ -119,6 +127,8 @@ class DecodeProduct(SmallMGemmBase):
             flat(operands.topk_ids),
             operands.expert_map,
             flat(operands.topk_weights) if weighted else None,
+            tma_atom_shared,
+            mShared,
         )
         self.launch(params, args.ctas, stream)
 
@@ -132,7 +142,7 @@ class DecodeProduct(SmallMGemmBase):
         sListed = smem.allocate_tensor(cutlass.Int32, cute.make_layout(self.experts), 16)
         sExperts = smem.allocate_tensor(cutlass.Int32, cute.make_layout(self.listed), 16)
         sCount = smem.allocate_tensor(cutlass.Int32, cute.make_layout(1), 16)
-        sIds = smem.allocate_tensor(cutlass.Int32, cute.make_layout(self.tile_tokens * self.topk), 16)
+        sIds = smem.allocate_tensor(cutlass.Int32, cute.make_layout(self.tile_tokens * self.slots.of_token), 16)
         of_groups = cute.make_layout((self.groups, self.tile_tokens), stride=(self.tile_tokens, 1))
         sScales = smem.allocate_tensor(cutlass.Float32, of_groups, 16)
         sHits = smem.allocate_tensor(cutlass.Int32, of_groups, 16)
@@ -148,11 +158,13 @@ class DecodeProduct(SmallMGemmBase):
     ):
         """Each pair's expert, and the experts that have one; by all threads."""
         thread = cute.arch.thread_idx()[0]
+        pairs = cute.size(params.mIds) // self.slots.topk * self.slots.of_token
         for expert in cutlass.range(thread, self.experts, self.threads, unroll=1):
             sListed[expert] = cutlass.Int32(0)
         cta_barrier()
-        for pair in cutlass.range(thread, cute.size(params.mIds), self.threads, unroll=1):
-            expert = local_expert(params.mIds, params.mMap, pair, self.experts)
+        for pair in cutlass.range(thread, pairs, self.threads, unroll=1):
+            routed = params.mIds[place_of_id(pair, self.slots)]
+            expert = expert_of(routed, params.mMap, pair, self.slots)
             sIds[pair] = expert
             if expert >= 0:
                 cute.arch.atomic_max(sListed.iterator + expert, cutlass.Int32(1), sem="relaxed", scope="cta")
@@ -191,12 +203,35 @@ class DecodeProduct(SmallMGemmBase):
         tables = (sExperts, sIds, sScales, sHits)
         return DecodeWork(k_tiles, n_tiles, total, workers, worker, start, end, of_expert, *tables)
 
-    def weight_box(self, tWgW: cute.Tensor, work: Any, n_tile, k_tile, i: int):
-        """The source of box i of an expert's weights."""
-        if self.gated:
-            return tWgW[None, n_tile % work.of_expert, k_tile, i, work.sExperts[n_tile // work.of_expert]]
-        expert = work.sExperts[k_tile // work.of_expert]
-        return tWgW[None, 2 * n_tile + i, k_tile % work.of_expert, 0, expert]
+    def partition_weights(self, params: Any, sW: cute.Tensor):
+        """Sources of routed experts, and of shared ones where there are any."""
+        tWsW, of_routed = self.partition_boxes(params.tma_atom_w, params.mW, sW)
+        if not self.slots.shared:
+            return tWsW, of_routed
+        return tWsW, (of_routed, self.partition_boxes(params.tma_atom_shared, params.mShared, sW)[1])
+
+    @cute.jit
+    def copy_weights(self, params: DecodeParams, tWsW: cute.Tensor, tWgW: Any, work: Any, n_tile, k_tile, stage, mbar):
+        """Of the expert that an iteration is of. Shared ones have a TMA descriptor of their own."""
+        listed = n_tile // work.of_expert if cutlass.const_expr(self.gated) else k_tile // work.of_expert
+        if cutlass.const_expr(self.gated):
+            n_tile = n_tile % work.of_expert
+        else:
+            k_tile = k_tile % work.of_expert
+        expert = work.sExperts[listed]
+        if cutlass.const_expr(self.slots.shared == 0):
+            self.copy_of(params.tma_atom_w, tWgW, expert, tWsW, n_tile, k_tile, stage, mbar)
+        else:
+            expert = cute.arch.make_warp_uniform(expert)
+            if expert < self.slots.experts:
+                self.copy_of(params.tma_atom_w, tWgW[0], expert, tWsW, n_tile, k_tile, stage, mbar)
+            else:
+                expert = expert - self.slots.experts
+                self.copy_of(params.tma_atom_shared, tWgW[1], expert, tWsW, n_tile, k_tile, stage, mbar)
+
+    def copy_of(self, tma_atom_w, tWgW: cute.Tensor, expert, tWsW: cute.Tensor, n_tile, k_tile, stage, mbar):
+        """Both boxes of an expert of sources [copy, n, k, parts, experts]."""
+        self.copy_boxes(tma_atom_w, tWgW[None, None, None, None, expert], tWsW, n_tile, k_tile, stage, mbar)
 
     def x_box(self, tXgX: cute.Tensor, work: Any, m_tile, k_tile):
         """The source of x, or of what the activation returned for an expert."""
@@ -205,11 +240,18 @@ class DecodeProduct(SmallMGemmBase):
         return tXgX[None, m_tile, k_tile % work.of_expert, k_tile // work.of_expert]
 
     @cute.jit
-    def weight_of(self, params: DecodeParams, pair: cutlass.Int32):
-        """What the router says of a pair; 1 without its weights."""
+    def weight_of(self, params: DecodeParams, token: cutlass.Int32, slot: cutlass.Int32):
+        """What the router says of a token's expert, 1 without its weights; or what shared experts have."""
         weight = cutlass.Float32(1.0)
         if cutlass.const_expr(self.router_weights is not RouterWeights.NONE):
-            weight = params.mWeights[pair]
+            place = token * self.slots.topk + slot
+            if cutlass.const_expr(self.slots.shared > 0):
+                # Any place of the token for a shared expert.
+                place = token * self.slots.topk + cutlass.min(slot, self.slots.topk - 1)
+            weight = params.mWeights[place]
+        if cutlass.const_expr(self.slots.shared > 0):
+            if slot >= self.slots.topk:
+                weight = cutlass.Float32(self.shared_weight)
         return weight
 
     @cute.jit
@@ -223,10 +265,9 @@ class DecodeProduct(SmallMGemmBase):
         for token in cutlass.range(thread, self.tile_tokens, WARPGROUP, unroll=1):
             scale, hits = cutlass.Float32(0.0), cutlass.Int32(0)
             if token < tokens:
-                for slot in cutlass.range(self.topk, unroll=1):
-                    pair = token * self.topk + slot
-                    if work.sIds[pair] == expert:
-                        scale += self.weight_of(params, pair)
+                for slot in cutlass.range(self.slots.of_token, unroll=1):
+                    if work.sIds[token * self.slots.of_token + slot] == expert:
+                        scale += self.weight_of(params, token, slot)
                         hits += 1
             work.sScales[group, token] = scale
             work.sHits[group, token] = hits
@@ -286,13 +327,12 @@ class DecodeProduct(SmallMGemmBase):
         tokens, n = params.mOut.shape
         if cutlass.const_expr(self.has_bias):
             if token < tokens and column < n:
-                for slot in cutlass.range(self.topk, unroll=4):
-                    pair = token * self.topk + slot
-                    expert = work.sIds[pair]
+                for slot in cutlass.range(self.slots.of_token, unroll=4):
+                    expert = work.sIds[token * self.slots.of_token + slot]
                     if expert >= 0:
                         bias = params.mBias[expert, column].to(cutlass.Float32)
                         if cutlass.const_expr(self.router_weights is RouterWeights.OUTPUT):
-                            bias = bias * self.weight_of(params, pair)
+                            bias = bias * self.weight_of(params, token, slot)
                         value += bias
         self.store(params, value, token, column, tokens, n)
 

@@ -15,6 +15,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
+from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.key import GemmKey
@@ -22,7 +23,7 @@ from dsl_backend.gemm.sizes import BLOCK_BYTES, TAIL_ROWS, WARPGROUP
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.gemm.tiled import GemmBase
 from dsl_backend.gemm.tiles import GemmTiles
-from dsl_backend.gemm.views import expert_parts_view
+from dsl_backend.gemm.views import column_slices_view, expert_parts_view, slices_view
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
@@ -44,6 +45,7 @@ class GroupedParams:
         mBias: [E, parts * n]. mScale: float32 [pairs]. Either may be missing.
         mOut: [pairs, n].
         mPairs, mTiles, mTileCount: see `args.ExpertsScratch`.
+        tma_atom_shared, mShared: as those of mW, of S shared experts, or missing; coordinates [n, k, parts, S].
     """
 
     tma_atom_x: cute.CopyAtom
@@ -57,6 +59,8 @@ class GroupedParams:
     mPairs: cute.Tensor
     mTiles: cute.Tensor
     mTileCount: cute.Tensor
+    tma_atom_shared: cute.CopyAtom
+    mShared: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,14 @@ class Schedule:
 TilesT = TypeVar("TilesT", bound=GemmTiles)
 
 
+def shared_view(operands: ExpertsOperands, first: bool) -> cute.Tensor:
+    """Weights of shared experts as [n, k, parts, S], of the first product or of the second one."""
+    width = operands.w2.shape[2]
+    if first:
+        return slices_view(operands.shared_w13, width, operands.x.shape[1], 2)
+    return column_slices_view(operands.shared_w2, width)
+
+
 def gemm_key(key: ProductKey, config: TilesT) -> GemmKey[TilesT]:
     """Of a product; the experts' biases are added here."""
     return GemmKey(
@@ -109,7 +121,7 @@ class GroupedProduct(GemmBase):
 
     def set_up(self, key: ProductKey) -> None:
         self.gathers, self.has_bias, self.scaled = self.gated, key.bias, key.scaled
-        self.pairs_per_row = key.pairs_per_row
+        self.pairs_per_row, self.experts, self.shared = key.pairs_per_row, key.experts, key.shared
         self.prefetches, self.trims = key.prefetches and not self.gated, key.trims
         self.waits_first = key.prefetches and self.gated
         if self.gathers:
@@ -124,6 +136,9 @@ class GroupedProduct(GemmBase):
         x, weight, out = self.matrices(args)
         load = cpasync.CopyBulkTensorTileG2SOp()
         tma_atom_w, mW = self.weights_copy(load, weight)
+        tma_atom_shared, mShared = None, None
+        if cutlass.const_expr(self.shared):
+            tma_atom_shared, mShared = self.boxes_copy(load, shared_view(operands, first))
         tma_atom_x, tma_atom_x_tail, mX = None, None, x
         if cutlass.const_expr(not first):
             tma_atom_x_tail, _ = self.x_copy(load, x, TAIL_ROWS)
@@ -143,6 +158,8 @@ class GroupedProduct(GemmBase):
             scratch.pairs,
             scratch.tiles,
             scratch.tile_count,
+            tma_atom_shared,
+            mShared,
         )
         self.launch_kernel(self.extended(params, args), ctas, stream)
 
@@ -153,12 +170,15 @@ class GroupedProduct(GemmBase):
 
     def weights_copy(self, load, weight: cute.Tensor):
         """(atom, coordinates) of TMA copies of a box of weights."""
-        weights = expert_parts_view(weight, self.parts, self.interleaved)
-        return cpasync.make_tiled_tma_atom(load, weights, self.box_layout(self.box_n), (self.box_n, self.block_k))
+        return self.boxes_copy(load, expert_parts_view(weight, self.parts, self.interleaved))
 
     def x_copy(self, load, x: cute.Tensor, rows: int):
         """(atom, coordinates) of TMA copies of so many rows of a stage."""
         return cpasync.make_tiled_tma_atom(load, x, self.box_layout(rows), (rows, self.block_k))
+
+    def boxes_copy(self, load, weights: cute.Tensor):
+        """The same of weights [n, k, parts, experts]."""
+        return cpasync.make_tiled_tma_atom(load, weights, self.box_layout(self.box_n), (self.box_n, self.block_k))
 
     def extended(self, params: GroupedParams, args: Any) -> GroupedParams:
         """The parameters with what a kernel has beside them."""
@@ -167,6 +187,8 @@ class GroupedProduct(GemmBase):
     def prefetch_descriptors(self, params: GroupedParams):
         """Of all TMA copies."""
         cpasync.prefetch_descriptor(params.tma_atom_w)
+        if self.shared:
+            cpasync.prefetch_descriptor(params.tma_atom_shared)
         if not self.gathers:
             cpasync.prefetch_descriptor(params.tma_atom_x)
             cpasync.prefetch_descriptor(params.tma_atom_x_tail)
@@ -199,21 +221,48 @@ class GroupedProduct(GemmBase):
         return WorkTile(expert, first_row, rows, n_tile, m_tile)
 
     def partition_weights(self, params: GroupedParams, sW: cute.Tensor):
-        """(tWsW, tWgW) of TMA copies: [copy, box, stage] and [copy, n, k, part, expert]."""
-        gW = cute.local_tile(params.mW, (self.box_n, self.block_k), (None, None, None, None))
+        """(tWsW, tWgW) of TMA copies: [copy, box, stage] and [copy, n, k, part, expert].
+
+        With shared experts there are two of the latter, of routed and of shared ones.
+        """
+        tWsW, of_routed = self.partition_boxes(params.tma_atom_w, params.mW, sW)
+        if not self.shared:
+            return tWsW, of_routed
+        return tWsW, (of_routed, self.partition_boxes(params.tma_atom_shared, params.mShared, sW)[1])
+
+    def partition_boxes(self, tma_atom_w, mW: cute.Tensor, sW: cute.Tensor):
+        """The same of an atom."""
+        gW = cute.local_tile(mW, (self.box_n, self.block_k), (None, None, None, None))
         boxes = cute.local_tile(sW, (self.box_n, self.block_k), (None, 0, None))
         return cpasync.tma_partition(
-            params.tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
+            tma_atom_w, 0, cute.make_layout(1), cute.group_modes(boxes, 0, 2), cute.group_modes(gW, 0, 2)
         )
 
     def load_weights(
-        self, params: GroupedParams, tWgW: cute.Tensor, tWsW: cute.Tensor, work, k_tile, stage, mbar, sScales=None
+        self, params: GroupedParams, tWgW: Any, tWsW: cute.Tensor, work, k_tile, stage, mbar, sScales=None
     ):
         """Both boxes of a tile's weights, or of each of the tiles side by side; with them their scale factors."""
-        of_expert = tWgW[None, None, None, None, work.expert]
+        if self.shared:
+            self.load_either(params, tWgW, tWsW, work, k_tile, stage, mbar)
+        else:
+            self.copy_boxes(params.tma_atom_w, tWgW, work.expert, tWsW, work, k_tile, stage, mbar)
+
+    @cute.jit
+    def load_either(self, params: GroupedParams, tWgW: Any, tWsW: cute.Tensor, work, k_tile, stage, mbar):
+        """The same of a routed expert or of a shared one, each by its own TMA descriptor."""
+        if work.expert < self.experts:
+            self.copy_boxes(params.tma_atom_w, tWgW[0], work.expert, tWsW, work, k_tile, stage, mbar)
+        else:
+            self.copy_boxes(
+                params.tma_atom_shared, tWgW[1], work.expert - self.experts, tWsW, work, k_tile, stage, mbar
+            )
+
+    def copy_boxes(self, tma_atom_w, tWgW: cute.Tensor, expert, tWsW: cute.Tensor, work, k_tile, stage, mbar):
+        """The same, of an expert of sources [copy, n, k, part, experts]."""
+        of_expert = tWgW[None, None, None, None, expert]
         for i in range(2 * self.side):
             box = self.box(of_expert, self.side * work.n_tile + i // 2, k_tile, i % 2)
-            cute.copy(params.tma_atom_w, box, tWsW[None, i, stage], tma_bar_ptr=mbar)
+            cute.copy(tma_atom_w, box, tWsW[None, i, stage], tma_bar_ptr=mbar)
 
     def factor_source(self, params: GroupedParams, work: WorkTile, thread):
         """Where scale factors of the x row of a gathering thread begin; 0 where matrix products have none."""

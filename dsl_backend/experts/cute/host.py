@@ -46,6 +46,8 @@ def key_of(spec: ExpertsSpec, config: Config) -> ExpertsKey:
         second=config.second,
         prefetches=config.prefetches,
         trims=isinstance(config, ExpertsConfig) and config.trims,
+        shared_experts=spec.shared_experts,
+        shared_weight=spec.shared_weight,
     )
 
 
@@ -74,6 +76,8 @@ def fake_operands(key: ExpertsKey, weights: torch.dtype) -> tuple[ExpertsOperand
         w2_bias=rows_of(numeric, experts, hidden, key.dtype.itemsize) if key.w2_bias else None,
         expert_map=vector(Int32, cute.sym_int()) if key.mapped else None,
         out=matrix(key.dtype, tokens, hidden),
+        shared_w13=matrix(weights, cute.sym_int(divisibility=lanes), hidden) if key.shared_experts else None,
+        shared_w2=matrix(weights, hidden, cute.sym_int(divisibility=lanes)) if key.shared_experts else None,
     )
     return operands, tokens, hidden, width, rows
 
@@ -92,12 +96,12 @@ def routing_of(
     spec: ExpertsSpec, work_tiles: int, tokens: int, routing_ctas: int, workspace: Workspace
 ) -> dict[str, torch.Tensor]:
     """The same of a launch, of the workspace's integers."""
-    sizes = (work_tiles * RECORD, 2, routing_ctas * spec.num_experts, tokens * spec.topk)
+    sizes = (work_tiles * RECORD, 2, routing_ctas * spec.all_experts, tokens * spec.slots)
     tiles, tile_count, counts, pairs = workspace.integers(sum(sizes))[: sum(sizes)].split(sizes)
     return {
         "tiles": tiles.view(work_tiles, RECORD),
         "tile_count": tile_count,
-        "counts": counts.view(routing_ctas, spec.num_experts),
+        "counts": counts.view(routing_ctas, spec.all_experts),
         "pairs": pairs,
     }
 
@@ -124,7 +128,7 @@ def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
     else:
         pairs = cute.sym_int()
         scratch = ExpertsScratch(
-            **fake_routing(key.num_experts, pairs),
+            **fake_routing(key.slots.all_experts, pairs),
             hidden=matrix(dtype, pairs, width),
             made=matrix(dtype, pairs, hidden),
         )
@@ -154,7 +158,7 @@ def scratch_of(
     spec: ExpertsSpec, config: ExpertsConfig, tokens: int, routing_ctas: int, workspace: Workspace
 ) -> ExpertsScratch:
     """A launch's part of the workspace."""
-    pairs, hidden, width = tokens * spec.topk, spec.hidden_size, spec.intermediate_size
+    pairs, hidden, width = tokens * spec.slots, spec.hidden_size, spec.intermediate_size
     # Elements of 2 bytes in a buffer of 4; both products' rows are multiples of 16 bytes.
     values = workspace.partials(pairs * (hidden + width) // 2).view(spec.dtype)
     return ExpertsScratch(
@@ -168,7 +172,8 @@ def decode_scratch_of(
     spec: ExpertsSpec, config: DecodeConfig, tokens: int, ctas: int, workspace: Workspace
 ) -> DecodeScratch:
     """A launch's part of the workspace."""
-    listed, width = min(spec.num_experts, tokens * spec.topk), spec.intermediate_size
+    listed = min(spec.num_experts, tokens * spec.topk) + spec.shared_experts
+    width = spec.intermediate_size
     # Elements of 2 bytes in a buffer of 4; rows are multiples of 16 bytes.
     of_hidden, of_partials = listed * tokens * width // 2, ctas * config.partials
     values = workspace.partials(of_hidden + of_partials)

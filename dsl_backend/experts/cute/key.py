@@ -10,6 +10,29 @@ from dsl_backend.gemm.activation import Activation
 from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 
 
+@dataclass(frozen=True)
+class Slots:
+    """Experts of a token: those that it is routed to, then the shared ones.
+
+    Attributes:
+        experts: routed experts of this rank; shared ones are numbered behind them.
+        topk: experts that a token is routed to.
+        shared: experts that every token has.
+    """
+
+    experts: int
+    topk: int
+    shared: int = 0
+
+    @property
+    def of_token(self) -> int:
+        return self.topk + self.shared
+
+    @property
+    def all_experts(self) -> int:
+        return self.experts + self.shared
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProductKey:
     """One of the two products.
@@ -19,6 +42,8 @@ class ProductKey:
         activation: of the first product; None is the second one.
         interleaved: gate and up rows of the weights alternate.
         scaled: the accumulators are multiplied with the router's weight.
+        experts: routed ones; shared ones are numbered behind them.
+        shared: whether there are any.
         prefetches, trims: see `configs.ExpertsConfig`.
     """
 
@@ -29,6 +54,8 @@ class ProductKey:
     bias: bool
     scaled: bool
     config: GemmTiles
+    experts: int
+    shared: bool
     prefetches: bool = False
     trims: bool = False
 
@@ -59,6 +86,12 @@ class ExpertsKey:
     second: GemmTiles | SmallMTiles
     prefetches: bool = False
     trims: bool = False
+    shared_experts: int = 0
+    shared_weight: float = 1.0
+
+    @property
+    def slots(self) -> Slots:
+        return Slots(self.num_experts, self.topk, self.shared_experts)
 
     @property
     def decodes(self) -> bool:
@@ -73,12 +106,14 @@ class ExpertsKey:
         return (
             ProductKey(
                 dtype=self.dtype,
-                pairs_per_row=self.topk,
+                pairs_per_row=self.slots.of_token,
                 activation=self.activation,
                 interleaved=self.interleaved,
                 bias=self.w13_bias,
                 scaled=self.router_weights is RouterWeights.INPUT,
                 config=self.first,
+                experts=self.num_experts,
+                shared=self.shared_experts > 0,
                 prefetches=self.prefetches,
                 trims=self.trims,
             ),
@@ -90,6 +125,8 @@ class ExpertsKey:
                 bias=self.w2_bias,
                 scaled=False,
                 config=self.second,
+                experts=self.num_experts,
+                shared=self.shared_experts > 0,
                 prefetches=self.prefetches,
                 trims=self.trims,
             ),

@@ -38,8 +38,8 @@ class ExpertsLayer:
     def __init__(self, key: ExpertsKey, kernel_arch: str):
         product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.grouped").GroupedGemm
         self.first, self.second = (product(of_product) for of_product in key.products)
-        self.routing = Routing(key.num_experts, self.first.tile_m)
-        self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
+        self.routing = Routing(key.slots, self.first.tile_m)
+        self.combine = Combine(key.slots, key.router_weights is RouterWeights.OUTPUT, key.shared_weight)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: ExpertsArgs, stream):

@@ -15,6 +15,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
+from dsl_backend.experts.cute.key import Slots
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.primitives.copy import store_vector
@@ -28,15 +29,28 @@ ALL_LANES = 0xFFFFFFFF
 UNROLLED = 4
 
 
+def place_of_id(pair, slots: Slots):
+    """Where the router's number of a pair is; of a shared expert's pair some place of its token."""
+    if not slots.shared:
+        return pair
+    token, slot = pair // slots.of_token, pair % slots.of_token
+    return token * slots.topk + cutlass.min(slot, slots.topk - 1)
+
+
 @cute.jit
-def local_expert(mIds: cute.Tensor, mMap: cute.Tensor, pair: cutlass.Int32, experts: cutlass.Constexpr[int]):
+def expert_of(routed, mMap: cute.Tensor, pair: cutlass.Int32, slots: cutlass.Constexpr[Slots]):
     """This rank's expert of a pair; -1 where there is none.
 
     Args:
-        mIds: [pairs], int32 or int64. mMap: int32 [global experts], or missing.
-        experts: of this rank.
+        routed: the router's number, int32 or int64, at `place_of_id`.
+        mMap: int32 [global experts], or missing.
     """
-    return local_of(mIds[pair], mMap, experts)
+    local = local_of(routed, mMap, slots.experts)
+    if cutlass.const_expr(slots.shared > 0):
+        slot = pair % slots.of_token
+        if slot >= slots.topk:
+            local = cutlass.Int32(slots.experts - slots.topk) + slot
+    return local
 
 
 @cute.jit
@@ -63,7 +77,7 @@ class RoutingParams:
     """What the kernels work with: see `args`.
 
     Attributes:
-        mIds: [pairs]. mMap: [global experts], or missing.
+        mIds: [M k]. mMap: [global experts], or missing.
         mCounts: [CTAs, E].
         mTiles: [tiles, RECORD]. mTileCount: [2]. mPairs: [pairs].
     """
@@ -98,13 +112,14 @@ class Routing:
     """Writes tiles, tile_count and pairs of the scratch; counts too where several CTAs sort.
 
     Args:
-        experts: of this rank.
+        slots: of a token.
         tile_m: rows of a work tile at most.
         waits_first: the next kernel starts when all before this one have ended: it need not wait for them.
     """
 
-    def __init__(self, experts: int, tile_m: int, waits_first: bool = False):
-        self.experts, self.tile_m, self.waits_first = experts, tile_m, waits_first
+    def __init__(self, slots: Slots, tile_m: int, waits_first: bool = False):
+        self.slots, self.experts = slots, slots.all_experts
+        self.tile_m, self.waits_first = tile_m, waits_first
         self.threads = WARPS * WARP
 
     @cute.jit
@@ -208,15 +223,18 @@ class Routing:
         warp, lane = cute.arch.warp_idx(), cute.arch.lane_idx()
         cta, ctas = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         pairs = cute.size(params.mIds)
+        if cutlass.const_expr(self.slots.shared > 0):
+            pairs = pairs // self.slots.topk * self.slots.of_token
         cta_start = share(pairs, ctas, cta)
         of_cta = share(pairs, ctas, cta + 1) - cta_start
         start, end = cta_start + share(of_cta, WARPS, warp), cta_start + share(of_cta, WARPS, warp + 1)
         for first in cutlass.range(start, end, UNROLLED * WARP, unroll=1):
             # All loads are on their way before the first one is waited for.
-            ids = [params.mIds[cutlass.min(first + i * WARP + lane, end - 1)] for i in range(UNROLLED)]
+            pairs_of_lane = [cutlass.min(first + i * WARP + lane, end - 1) for i in range(UNROLLED)]
+            ids = [params.mIds[place_of_id(pair, self.slots)] for pair in pairs_of_lane]
             for i in cutlass.range_constexpr(UNROLLED):
                 pair = first + i * WARP + lane
-                expert = local_of(ids[i], params.mMap, self.experts)
+                expert = expert_of(ids[i], params.mMap, pair, self.slots)
                 if pair >= end:
                     expert = cutlass.Int32(-1)
                 self.count_or_place(params, smem, warp, pair, expert, place)

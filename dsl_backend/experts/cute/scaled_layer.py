@@ -54,8 +54,8 @@ class ScaledExpertsLayer:
         first, second = key.products
         self.first = product_of(first, key.first_gemm, key.beside, kernel_arch)
         self.second = product_of(second, key.second_gemm, False, kernel_arch)
-        self.routing = Routing(key.num_experts, self.first.tile_m, waits_first=True)
-        self.combine = Combine(key.num_experts, key.topk, key.router_weights is RouterWeights.OUTPUT)
+        self.routing = Routing(key.slots, self.first.tile_m, waits_first=True)
+        self.combine = Combine(key.slots, key.router_weights is RouterWeights.OUTPUT)
         quantised = QuantiseKey(by_group=key.activations.blocked, dtype=key.dtype)
         self.quantise_x, self.quantise = Quantise(quantised, waits_last=True), Quantise(quantised)
         self.x_given, self.beside = key.x_given, key.beside

@@ -100,7 +100,7 @@ class WeightOnlySmallMGemm(SmallMGemm):
         words = self.kind.tile_words
         return cute.make_layout((words, self.row_tiles, self.stages)), super().smem_layouts()[1]
 
-    def weight_copies(self, params: SmallMParams, sW: cute.Tensor):
+    def partition_weights(self, params: SmallMParams, sW: cute.Tensor):
         """(sW, mW): bulk copies need no partition."""
         return sW, params.mW
 

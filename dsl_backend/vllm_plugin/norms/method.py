@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from dsl_backend.norm import launch
-from dsl_backend.norm.spec import NormTensors
+from dsl_backend.norm.spec import FP8, NormTensors
 from dsl_backend.runtime.op import register_op
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, weight_offset: float) -> torch.Tensor:
@@ -37,8 +38,58 @@ def add_norm_fake(
     return out, added
 
 
+def norm_in_8_bits(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float, weight_offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm of x [rows, width] in e4m3, its scales), both new.
+
+    Args:
+        scale: of all rows: the scales are empty then. None computes one for each row.
+    """
+    values, scales = norm_in_8_bits_fake(x, weight, scale, eps, weight_offset)
+    computed = scales if scale is None else None
+    launch.run(NormTensors(x, None, weight, scale, values, None, computed), eps, weight_offset, None)
+    return values, scales
+
+
+def norm_in_8_bits_fake(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float, weight_offset: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x.shape
+    return x.new_empty((rows, width), dtype=FP8), x.new_empty(rows if scale is None else 0, dtype=torch.float32)
+
+
+def add_norm_in_8_bits(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `norm_in_8_bits` of x + residual, and this sum."""
+    values, scales, added = add_norm_in_8_bits_fake(x, residual, weight, scale, eps, weight_offset)
+    computed = scales if scale is None else None
+    launch.run(NormTensors(x, residual, weight, scale, values, added, computed), eps, weight_offset, None)
+    return values, scales, added
+
+
+def add_norm_in_8_bits_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    added = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return *norm_in_8_bits_fake(x, weight, scale, eps, weight_offset), added
+
+
 NORM = register_op("norm_layer", norm, fake=norm_fake)
 ADD_NORM = register_op("add_norm_layer", add_norm, fake=add_norm_fake)
+NORM_IN_8_BITS = register_op("norm_layer_in_8_bits", norm_in_8_bits, fake=norm_in_8_bits_fake)
+ADD_NORM_IN_8_BITS = register_op("add_norm_layer_in_8_bits", add_norm_in_8_bits, fake=add_norm_in_8_bits_fake)
 
 
 def forward(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -51,3 +102,15 @@ def forward(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) 
     added = residual if x.dim() == 2 else residual.reshape(-1, width)
     out, added = ADD_NORM(rows, added, module.weight.data, module.variance_epsilon, module.dsl_weight_offset)
     return (out, added) if x.dim() == 2 else (out.view(x.shape), added.view(x.shape))
+
+
+def forward_in_8_bits(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    """As `forward`, with a result that the projection behind the norm takes: `Handed`, or (`Handed`, x + residual)."""
+    width, scale = x.shape[-1], module.dsl_handed_to.scale
+    rows = x if x.dim() == 2 else x.reshape(-1, width)
+    facts = (module.weight.data, scale, module.variance_epsilon, module.dsl_weight_offset)
+    if residual is None:
+        values, scales = NORM_IN_8_BITS(rows, *facts)
+        return Handed(values.view(x.shape), scales if scale is None else scale)
+    values, scales, added = ADD_NORM_IN_8_BITS(rows, residual if x.dim() == 2 else residual.reshape(-1, width), *facts)
+    return Handed(values.view(x.shape), scales if scale is None else scale), added.view(x.shape)

@@ -50,8 +50,9 @@ def projections(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
     from dsl_backend.vllm_plugin.fused_mlp.method import GatedLinearMethod
     from dsl_backend.vllm_plugin.projections.method import EmbeddingMethod, LinearMethod
+    from dsl_backend.vllm_plugin.routed_experts.method import AppliedByExperts
 
-    ours = (GatedLinearMethod, LinearMethod, EmbeddingMethod)
+    ours = (GatedLinearMethod, LinearMethod, EmbeddingMethod, AppliedByExperts)
     for name, module in model.named_modules():
         if isinstance(module, (LinearBase, ParallelLMHead)) and not isinstance(module.quant_method, ours):
             yield name, module

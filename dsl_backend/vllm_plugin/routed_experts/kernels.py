@@ -5,6 +5,7 @@ They hold no weight. vLLM hands w13 and w2 over at each call, and biases are its
 reloaded, moved between ranks or woken from sleep are used from the next call on.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -155,13 +156,34 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
         x_scale: torch.Tensor | None = None,
     ) -> None:
         where = RouterWeights.NONE if weights is None else RouterWeights.OUTPUT
-        biases, scales = [self.w1_bias, self.w2_bias], self.scales_of(x_scale)
-        layer = (expert_map, self.activation_name, self.parameters, where.value)
+        shared, shared_weight = self.shared()
+        biases, scales = [self.w1_bias, self.w2_bias, *shared], self.scales_of(x_scale)
+        layer = (expert_map, self.activation_name, self.parameters, ops.weighted(where, shared_weight))
         ops.EXPERTS(output, x, w13, w2, weights, ids, biases, scales, *layer)
+
+    def shared(self) -> tuple[list[torch.Tensor | None], float]:
+        """Weights of shared experts, none here, and what their results are multiplied with."""
+        return [], 1.0
 
     def scales_of(self, x_scale: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Scales of w13, of w2, and of x where it is in 8 bits; none with weights in 16 bits."""
         return []
+
+
+class SharedDSLExperts(DSLExperts):
+    """As `DSLExperts`, with a layer's shared experts; a class for each layer (`shared.take`) has their parameters.
+
+    Attributes:
+        gate, down: the parameters of the MLP's projections, as they are now.
+        shared_weight: what the MLP's result is multiplied with.
+    """
+
+    gate: Callable[[], torch.Tensor]
+    down: Callable[[], torch.Tensor]
+    shared_weight: float
+
+    def shared(self) -> tuple[list[torch.Tensor | None], float]:
+        return [self.gate(), self.down()], self.shared_weight
 
 
 class ScaledDSLExperts(DSLExperts):

@@ -18,6 +18,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
+from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.routed_experts.find import (
     BACKENDS,
     Service,
@@ -40,15 +41,52 @@ def serve_experts(model: nn.Module, vllm_config: Any) -> None:
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
-    served, left = serve_each(
-        routed_experts(model),
-        lambda layer: against_engine or judge(layer, vllm_config, target),
-        lambda layer, service: replace(layer, service.kernels),
-    )
+    runners, beside = runners_of(model, vllm_config), Counter[str]()
+
+    def how(layer: Any) -> Service | str:
+        found = against_engine or judge(layer, vllm_config, target)
+        if isinstance(found, str) or id(layer) not in runners:
+            return found
+        return with_shared(runners[id(layer)], found, target, beside)
+
+    def replace_layer(layer: Any, service: Service) -> None:
+        replace(layer, kernels_of(runners, layer, service))
+
+    served, left = serve_each(routed_experts(model), how, replace_layer)
     if served or left:
         _served.append(served)
         ahead.compile_experts(vllm_config, {service.spec for service in served.values()})
         report(Counter(served.values()), left, target)
+        report_left("shared experts", beside)
+
+
+def runners_of(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
+    """What runs shared experts that dsl is asked to serve: id of a layer of routed experts -> vLLM's runner."""
+    if options.of(vllm_config).shared_experts is not ServedBy.DSL:
+        return {}
+    from dsl_backend.vllm_plugin.routed_experts.shared import runners
+
+    return runners(model)
+
+
+def with_shared(runner: Any, service: Service, target: Target, beside: Counter[str]) -> Service:
+    """The service of a layer and of its shared experts; without these, and counted, where they stay vLLM's."""
+    from dsl_backend.vllm_plugin.routed_experts import shared
+
+    found = shared.judge(runner, service, target)
+    if isinstance(found, str):
+        beside[found] += 1
+        return service
+    return found
+
+
+def kernels_of(runners: dict[int, Any], layer: Any, service: Service) -> type:
+    """The class of a layer's kernels. Shared experts that it serves are taken from their runner."""
+    if not service.spec.shared_experts:
+        return service.kernels
+    from dsl_backend.vllm_plugin.routed_experts.shared import take
+
+    return take(runners[id(layer)], service.spec)
 
 
 def replace(layer: Any, kernels: type) -> None:

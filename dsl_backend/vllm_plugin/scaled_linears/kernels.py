@@ -19,13 +19,7 @@ from dsl_backend.linear.scaled import api
 from dsl_backend.linear.scaled.eager import How
 from dsl_backend.quant.format import TENSOR_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized
-
-
-class Handed(NamedTuple):
-    """What a linked gate and up projection returns to its down projection: values [..., n] and their scales."""
-
-    values: torch.Tensor
-    scale: torch.Tensor
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
 
 
 class Rows(NamedTuple):
