@@ -25,7 +25,6 @@ from dsl_backend.runtime.target import Target
 STEP_ARGUMENTS = ["num_requests", "min_seqlen_q", "max_seqlen_q"]
 # Elements from one key head's scale to the next one's: a checkpoint decides them, after kernels are warmed up.
 SCALE_STRIDES = ["k_scale_stride", "v_scale_stride"]
-TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 CAUSALITY_CODES = {Causality.FULL: 0, Causality.CAUSAL: 1, Causality.PER_REQUEST: 2}
 
 
@@ -54,7 +53,8 @@ class Layer(NamedTuple):
     e5m2: Any
     nvfp4: Any
     scales_by_request: Any
-    dtype: Any  # of products: converted queries, keys and values
+    fp8_q: Any
+    bf16: Any
 
 
 class Tiles(NamedTuple):
@@ -193,7 +193,8 @@ def layer_of(spec: AttentionSpec) -> Layer:
         spec.kv == E5M2,
         spec.kv.nvfp4,
         spec.scales_by_request,
-        TRITON_DTYPES.get(spec.dtype),
+        spec.is_fp8_q,
+        spec.dtype == torch.bfloat16,
     )
     return layer
 

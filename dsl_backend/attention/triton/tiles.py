@@ -192,15 +192,26 @@ def request_scales(request, stride, LAYER):
 
 
 @triton.jit
+def converted(q, LAYER):
+    """Queries in the layer's dtype; those of e4m3 without their scale."""
+    if not LAYER.fp8_q:
+        return q
+    elif LAYER.bf16:
+        return dequantize(q, tl.bfloat16, False)
+    else:
+        return dequantize(q, tl.float16, False)
+
+
+@triton.jit
 def load_queries(tensors, token, head, keep, LAYER):
     """The two blocks of the rows' queries, not scaled; the second is the first again where the layer has one block."""
     rows = token * tensors.q1.token_stride + head * tensors.q1.head_stride
     q1 = load_rows(tensors.q1.ptr, rows, keep, 0, LAYER.d1, LAYER.head_dim, MASKED=True)
-    q1 = dequantize(q1, LAYER.dtype, False)
+    q1 = converted(q1, LAYER)
     if LAYER.d2 > 0:
         rows = token * tensors.q2.token_stride + head * tensors.q2.head_stride
         q2 = load_rows(tensors.q2.ptr, rows, keep, 0, LAYER.d2, LAYER.head_dim - LAYER.d1, MASKED=True)
-        return q1, dequantize(q2, LAYER.dtype, False)
+        return q1, converted(q2, LAYER)
     else:
         return q1, q1
 
