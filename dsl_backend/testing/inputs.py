@@ -202,12 +202,12 @@ class Problem:
         where = tuple(places[kept] for places in where)
         stores = ((self.keys, spec.head_dim, self.k_scale), (self.values, spec.head_dim_v, self.v_scale))
         for tensor, dim, scale in stores[:1] if spec.mla else stores:
-            rows = normal((sum(self.kv_lens), spec.heads_kv, dim), random)[kept].to(spec.dtype)
+            stored = normal((sum(self.kv_lens), spec.heads_kv, dim), random)[kept].to(spec.dtype)
             if spec.scales_by_request:
                 assert scale is not None
                 lengths = torch.tensor(self.kv_lens, device=self.device)
-                rows, scale = rows.float() / scale.repeat_interleave(lengths, 0)[kept][..., None], None
-            reference.store(tensor, where, rows, scale)
+                stored, scale = stored.float() / scale.repeat_interleave(lengths, 0)[kept][..., None], None
+            reference.store(tensor, where, stored, scale)
 
     def fill_queries(self, numbers: torch.Tensor) -> None:
         """Store the first queries, [rows, heads_q, head_dim] in the spec's dtype: quantised where they are so."""

@@ -88,8 +88,9 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
         cutlass.Float32(1.0),
         fake_vector(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         fake_vector(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
-        *[fake_scale(key) if key.kv.quantized else None] * 2,
-        fake_scale(key) if key.fp8_q else None,
+        fake_layer_scale(key) if key.kv.quantized else None,
+        fake_layer_scale(key) if key.kv.quantized else None,
+        fake_layer_scale(key) if key.fp8_q else None,
     )
 
 
@@ -116,13 +117,18 @@ def fake_vector(numeric: Any, length: Any, align: int = 4) -> Any:
     return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
 
 
-def fake_scale(key: LayerKey) -> Any:
-    """Of each key head, at any stride: 0 where all have the same. With scales by request (request, key head)."""
-    if key.scales_by_request:
-        strides = (cute.sym_int64(), cute.sym_int64())
-        return make_fake_tensor(cutlass.Float32, (cute.sym_int(), key.heads_kv), strides, assumed_align=4)
-    stride = 1 if key.heads_kv == 1 else cute.sym_int64()
-    return make_fake_tensor(cutlass.Float32, (key.heads_kv,), (stride,), assumed_align=4)
+def fake_layer_scale(key: LayerKey) -> Any:
+    """A layer's scale: `fake_scale`, or with scales by request (request, key head)."""
+    if not key.scales_by_request:
+        return fake_scale(key.heads_kv)
+    strides = (cute.sym_int64(), cute.sym_int64())
+    return make_fake_tensor(cutlass.Float32, (cute.sym_int(), key.heads_kv), strides, assumed_align=4)
+
+
+def fake_scale(heads_kv: int) -> Any:
+    """Of each key head, at any stride: 0 where all have the same."""
+    stride = 1 if heads_kv == 1 else cute.sym_int64()
+    return make_fake_tensor(cutlass.Float32, (heads_kv,), (stride,), assumed_align=4)
 
 
 def fake_flags() -> Any:

@@ -263,10 +263,9 @@ def score_mod_of(spec: AttentionSpec, operands: Operands) -> ScoreModArgs:
         operands.k_scale if spec.is_quantized_kv else None,
         operands.v_scale if spec.is_quantized_kv else None,
         operands.q_scale,
-        *[
-            unspecialized(request_stride(spec, scale))
-            for scale in (operands.k_scale, operands.v_scale, operands.q_scale)
-        ],
+        unspecialized(request_stride(spec, operands.k_scale)),
+        unspecialized(request_stride(spec, operands.v_scale)),
+        unspecialized(request_stride(spec, operands.q_scale)),
         unspecialized(scale_stride(operands.q_scale)),
     )
 
