@@ -132,18 +132,35 @@ def check_pages(
 
 
 def check_scales(
-    spec: AttentionSpec, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None, device: torch.device
+    spec: AttentionSpec,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    device: torch.device,
+    requests: int | None = None,
+    q_scale: torch.Tensor | None = None,
 ) -> None:
-    """A layer with a quantized cache needs both scales, each one number or [heads_kv]; other layers ignore theirs."""
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    """A layer with a quantized cache needs both scales, each one number or [heads_kv]; other layers ignore theirs.
+
+    Args:
+        requests: of the batch, where the spec may have scales of each request; None where keys are written.
+        q_scale: the same of queries, which no other layer may have.
+    """
+    require(q_scale is None or spec.is_fp8_q, f"q_scale was given, and queries are {short(spec.query_dtype)}")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale), ("q_scale", q_scale)):
         if scale is None:
-            require(not spec.is_quantized_kv, f"{'fp8' if spec.is_fp8_kv else spec.kv} keys and values need {name}")
+            needed_by = requests is not None and spec.is_fp8_q if name == "q_scale" else spec.is_quantized_kv
+            kind = "fp8" if spec.is_fp8_kv else spec.kv
+            require(not needed_by, f"{kind} {'queries' if name == 'q_scale' else 'keys and values'} need {name}")
             continue
-        one_or_heads = scale.numel() == 1 or scale.shape == (spec.heads_kv,)
-        if not (one_or_heads and scale.dtype == torch.float32 and scale.device == device):
+        if spec.scales_by_request and requests is not None:
+            fits, needed = scale.shape == (requests, spec.heads_kv), "float32 [requests, heads_kv] = "
+            needed += str((requests, spec.heads_kv))
+        else:
+            fits = scale.numel() == 1 or scale.shape == (spec.heads_kv,)
+            needed = f"one float32, or [heads_kv = {spec.heads_kv}] of them,"
+        if not (fits and scale.dtype == torch.float32 and scale.device == device):
             raise InvalidInput(
-                f"{name} is {short(scale.dtype)} {tuple(scale.shape)} on {scale.device}: one float32, or "
-                f"[heads_kv = {spec.heads_kv}] of them, on {device} is needed"
+                f"{name} is {short(scale.dtype)} {tuple(scale.shape)} on {scale.device}: {needed} on {device} is needed"
             )
 
 
@@ -175,6 +192,7 @@ def run(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one layer.
 
@@ -196,7 +214,9 @@ def run(
         sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
         k_scale, v_scale: with fp8 or NVFP4 keys, one float32 each, or [heads_kv]; a real value is the stored value
-            times its scale, and of NVFP4 times that of its block.
+            times its scale, and of NVFP4 times that of its block. With `spec.scales_by_request` [requests, heads_kv],
+            of any strides.
+        q_scale: the same of the queries where `spec.q_dtype` says that they are quantised; by key head.
 
     Raises:
         InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
@@ -211,8 +231,8 @@ def run(
         checks.tensor("q[1]", q_rope)
     if out is None:
         checks.tensor("q", q)
-        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.head_dim_v))
-    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale)
+        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.head_dim_v), dtype=plan.spec.dtype)
+    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale)
     if torch.is_grad_enabled():
         check_gradients(operands)
     layouts = plan.planner.layouts
@@ -236,7 +256,7 @@ def facts_of(plan: AttentionPlan, operands: Operands) -> tuple[Any, ...] | None:
         shared = plan.spec.mla and operands.keys.data_ptr() == operands.values.data_ptr()
     except AttributeError:
         return None
-    return (plan.batch.num_tokens, plan.batch.device, shared, *layout)
+    return (plan.batch.num_tokens, plan.batch.num_requests, plan.batch.device, shared, *layout)
 
 
 def check_gradients(tensors: Operands) -> None:
@@ -248,15 +268,15 @@ def check_gradients(tensors: Operands) -> None:
 def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     """Raises InvalidInput where a tensor does not fit the plan or the others."""
     spec, rows, device = plan.spec, plan.batch.num_tokens, plan.batch.device
-    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale = operands
+    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale = operands
     for name, tensor in zip(operands._fields[5:], operands[5:], strict=True):
         if tensor is not None:
             checks.tensor(name, tensor)
     if q_rope is None:
-        check_rows("q", q, (rows, spec.heads_q, spec.head_dim), spec.dtype, device)
+        check_rows("q", q, (rows, spec.heads_q, spec.head_dim), spec.query_dtype, device)
     else:
-        check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
-        check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.dtype, device)
+        check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.query_dtype, device)
+        check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.query_dtype, device)
     check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
     checks.apart("out", out)
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
@@ -273,7 +293,7 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
         check_lse(lse, rows, spec.heads_q, device)
     check_per_head("sinks", sinks, spec.sinks, SINK_DTYPES, plan)
     check_per_head("alibi_slopes", alibi_slopes, spec.alibi, (torch.float32,), plan)
-    check_scales(spec, k_scale, v_scale, device)
+    check_scales(spec, k_scale, v_scale, device, plan.batch.num_requests, q_scale)
 
 
 def check_lse(lse: torch.Tensor, rows: int, heads: int, device: torch.device) -> None:

@@ -129,7 +129,10 @@ def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
 
 def cute_mla(spec: AttentionSpec) -> list[str]:
     """What the CuTe DSL kernels of absorbed MLA need."""
-    return [*toolkit.missing(), *storage(spec), *latent_only(spec)]
+    quantised = (
+        [f"queries of {short(spec.query_dtype)}: it takes those of {short(spec.dtype)}"] if spec.is_fp8_q else []
+    )
+    return [*toolkit.missing(), *storage(spec), *latent_only(spec), *quantised]
 
 
 # Head sizes whose values are split: a split must have the swizzled chunks of queries, since outputs reuse their smem.

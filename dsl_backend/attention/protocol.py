@@ -32,6 +32,7 @@ class Operands(NamedTuple):
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    q_scale: torch.Tensor | None = None
 
 
 Launch = Callable[[Operands], None]

@@ -119,6 +119,11 @@ def masked_scores(
     return scores.masked_fill(~keep, -torch.inf), keep
 
 
+def own_scale(spec: AttentionSpec, scale: torch.Tensor, request: int) -> torch.Tensor:
+    """A request's scale, [1, 1] or [heads_kv, 1], of one that `attention` takes."""
+    return (scale[request] if spec.scales_by_request else scale).view(-1, 1)
+
+
 def attention(
     spec: AttentionSpec,
     batch: Batch,
@@ -130,6 +135,7 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    q_scale: torch.Tensor | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by its definition.
@@ -138,7 +144,9 @@ def attention(
         q: [tokens, heads_q, head_dim].
         keys, values: [pages, page_size, heads_kv, dim] or packed [tokens_kv, heads_kv, dim].
         sinks, alibi_slopes: [heads_q].
-        k_scale, v_scale: a real value is the stored fp8 or NVFP4 value times its scale: one number, or [heads_kv].
+        k_scale, v_scale: a real value is the stored fp8 or NVFP4 value times its scale: one number, [heads_kv], or with
+            `spec.scales_by_request` [requests, heads_kv].
+        q_scale: the same of fp8 queries.
         compute_dtype: all arithmetic and every intermediate; float64 makes the result an oracle.
 
     Returns:
@@ -156,11 +164,13 @@ def attention(
         k = gather_keys(keys, spec, batch, request, kv_len).to(compute_dtype)
         v = gather_keys(values, spec, batch, request, kv_len).to(compute_dtype)
         if k_scale is not None and spec.is_quantized_kv:
-            k = k * k_scale.to(compute_dtype).view(-1, 1)
+            k = k * own_scale(spec, k_scale, request).to(compute_dtype)
         if v_scale is not None and spec.is_quantized_kv:
-            v = v * v_scale.to(compute_dtype).view(-1, 1)
+            v = v * own_scale(spec, v_scale, request).to(compute_dtype)
         # [heads_kv, group, q_len, dim] against [heads_kv, 1, kv_len, dim]
         rows = q[first:last].to(compute_dtype).unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3)
+        if q_scale is not None:
+            rows = rows * own_scale(spec, q_scale, request).to(compute_dtype)[:, None, None]
         products = rows @ k.permute(1, 2, 0)[:, None]
         scores, keep = masked_scores(spec, batch, request, products, alibi_slopes)
         if sinks is not None:
@@ -278,6 +288,7 @@ class ReferenceKernel(Kernel):
             alibi_slopes=operands.alibi_slopes,
             k_scale=operands.k_scale,
             v_scale=operands.v_scale,
+            q_scale=operands.q_scale,
             compute_dtype=compute,
         )
         mine = owned_rows(batch)

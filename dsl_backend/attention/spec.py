@@ -10,7 +10,7 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.checks import require, short
-from dsl_backend.quant.format import KVFormat, format_of, is_fp8
+from dsl_backend.quant.format import E4M3, KVFormat, format_of, is_fp8
 
 
 class Causality(enum.Enum):
@@ -33,8 +33,10 @@ class AttentionSpec:
         head_dim: elements of a query and key row; for absorbed MLA latent + rope, such as 576.
         head_dim_v: elements of a value and output row.
         dtype: of queries and outputs.
+        q_dtype: torch.float8_e4m3fn where queries are quantised, which needs an fp8 cache; None: they are of dtype.
         kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2, or
             torch.float4_e2m1fn_x2 for NVFP4 (`quant.format.KVFormat` says how it is stored).
+        scales_by_request: scales of 8-bit tensors are [requests, heads_kv], as FlashAttention-3's descale tensors.
         page_size: tokens a page; None where keys and values are packed without pages.
         scale: multiplies q·k.
         causality: which keys a position may see.
@@ -63,6 +65,8 @@ class AttentionSpec:
     alibi: bool = False
     mla: bool = False
     batch_invariant: bool = False
+    scales_by_request: bool = False
+    q_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)  # the class is frozen
@@ -77,8 +81,15 @@ class AttentionSpec:
             value = getattr(self, name)
             checks.dtype(name, value)
             require(value.is_floating_point, f"{name} is {short(value)}: a floating-point dtype is needed")
+        if self.q_dtype is not None:
+            checks.dtype("q_dtype", self.q_dtype)
+            require(
+                self.q_dtype == E4M3.dtype and is_fp8(self.kv_dtype),
+                f"q_dtype is {short(self.q_dtype)} with keys of {short(self.kv_dtype)}: None, or {E4M3.name} with an "
+                f"fp8 cache, is possible",
+            )
         checks.member("causality", self.causality, Causality)
-        for name in ("sinks", "alibi", "mla", "batch_invariant"):
+        for name in ("sinks", "alibi", "mla", "batch_invariant", "scales_by_request"):
             checks.flag(name, getattr(self, name))
         require(
             self.heads_q % self.heads_kv == 0,
@@ -88,6 +99,11 @@ class AttentionSpec:
             not self.mla or (self.heads_kv == 1 and self.head_dim_v <= self.head_dim),
             f"absorbed MLA has one key head and head_dim_v <= head_dim, "
             f"not {self.heads_kv=}, {self.head_dim=}, {self.head_dim_v=}",
+        )
+        require(
+            not self.scales_by_request or (is_fp8(self.kv_dtype) and self.page_size is not None and not self.mla),
+            f"scales of each request are those of a paged fp8 cache with keys and values of their own, "
+            f"not kv_dtype {short(self.kv_dtype)}, {self.page_size=}, {self.mla=}",
         )
 
     @property
@@ -111,6 +127,16 @@ class AttentionSpec:
         return self.kv.quantized
 
     @property
+    def is_fp8_q(self) -> bool:
+        """Whether queries arrive quantised, with scales."""
+        return self.q_dtype is not None
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Of queries as they arrive."""
+        return self.dtype if self.q_dtype is None else self.q_dtype
+
+    @property
     def written_dims(self) -> tuple[int, int]:
         """Elements of what is written into the cache as a key and as a value: of absorbed MLA the latent, then rope."""
         return (self.head_dim_v, self.head_dim - self.head_dim_v) if self.mla else (self.head_dim, self.head_dim_v)
@@ -122,10 +148,13 @@ class AttentionSpec:
         features += [f"softcap {self.softcap}"] if self.softcap else []
         features += [name for name in ("sinks", "alibi", "mla") if getattr(self, name)]
         features += ["batch-invariant"] if self.batch_invariant else []
+        features += ["scales by request"] if self.scales_by_request else []
         kv = "" if self.kv_dtype == self.dtype else f", {self.kv} keys"
         page = "packed" if self.page_size is None else f"page {self.page_size}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
-        return f"{self.heads_q}/{self.heads_kv} heads of {dim}, {short(self.dtype)}{kv}, {page}, {' '.join(features)}"
+        q = f", {short(self.q_dtype)} queries" if self.q_dtype is not None else ""
+        heads = f"{self.heads_q}/{self.heads_kv} heads of {dim}"
+        return f"{heads}, {short(self.dtype)}{q}{kv}, {page}, {' '.join(features)}"
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class Workspace:
         self._outgrown: list[torch.Tensor] = []
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._integers = torch.empty(0, dtype=torch.int32, device=device)
+        self._operand = torch.empty(0, dtype=torch.uint8, device=device)
         self._flags = torch.zeros(0, dtype=torch.int32, device=device)
         _all.add(self)
 
@@ -61,6 +62,13 @@ class Workspace:
         buffers = self.partials(sum(sizes))[: sum(sizes)].split(sizes)
         flat = (buffer.view(part.dtype)[: prod(part.shape)] for buffer, part in zip(buffers, parts, strict=True))
         return [one.view(part.shape) for one, part in zip(flat, parts, strict=True)]
+
+    def operand(self, size: int) -> torch.Tensor:
+        """[at least size] bytes, contents undefined: what a launch reads that the one before it wrote."""
+        if self._operand.numel() < size:
+            self._outgrown.append(self._operand)
+            self._operand = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._operand
 
     def integers(self, count: int) -> torch.Tensor:
         """[at least count] int32, contents undefined."""

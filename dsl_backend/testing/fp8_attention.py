@@ -34,7 +34,8 @@ class Arithmetic:
     """Where a kernel rounds.
 
     Attributes:
-        q: what shares a scale of quantized queries: `row`, `head` or `tensor`; None for queries as they are.
+        q: what shares a scale of the queries that the kernel quantizes: `row`, `head` or `tensor`; None for queries as
+            they are, as always for those that arrive quantized.
         tile_n: keys of a tile.
         p_offset: P is e4m3, and 2^p_offset at row_max. None: P is float16, and 1 there.
         rescale_threshold: how far, in base 2, a score may exceed row_max before that follows.
@@ -172,9 +173,10 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
     spec, batch = problem.spec, problem.batch
     assert problem.k_scale is not None
     assert problem.v_scale is not None
-    q, q_scale = quantized_q(problem.q.double(), arithmetic.q)
+    shared_by = None if spec.is_fp8_q else arithmetic.q
+    q, q_scale = quantized_q(problem.q.double(), shared_by)
     q_scale = q_scale.expand(*q.shape[:2], 1)
-    moved = torch.zeros_like(q) if arithmetic.q is None else midway(problem.q.double(), q_scale)
+    moved = torch.zeros_like(q) if shared_by is None else midway(problem.q.double(), q_scale)
     out = q.new_zeros((*q.shape[:2], spec.head_dim_v))
     lse, largest, doubt = (torch.full_like(out[..., 0], value) for value in (-torch.inf, 0.0, 0.0))
     first = 0
@@ -190,7 +192,9 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
             one[mine].unflatten(1, (spec.heads_kv, spec.group)).permute(1, 2, 0, 3) for one in (q, q_scale, moved)
         )
         products = product(rows, k.permute(1, 2, 0)[:, None], arithmetic.accumulator_bits) * scale
-        products = products * problem.k_scale.double().view(-1, 1, 1, 1)
+        for stored in (problem.k_scale, problem.q_scale):
+            if stored is not None:
+                products = products * reference.own_scale(spec, stored, request).double()[:, None, None]
         scores, keep = reference.masked_scores(spec, batch, request, products, problem.alibi_slopes)
         # The kernel sets what no query sees to 0.
         v = torch.where(keep.any(0)[:, None, None], v, 0.0).transpose(0, 1)[:, None]
@@ -198,11 +202,11 @@ def attention(problem: Problem, arithmetic: Arithmetic) -> Online:
         if problem.sinks is not None:
             sink = problem.sinks.double().view(spec.heads_kv, spec.group, 1).expand(-1, -1, q_len)
         found = online(scores, v, arithmetic, sink)
-        values = found.out * problem.v_scale.double().view(-1, 1, 1, 1)
+        values = found.out * reference.own_scale(spec, problem.v_scale, request).double()[:, None, None]
         out[mine] = values.permute(2, 0, 1, 3).flatten(1, 2)
         # A request may have no keys.
         most = torch.cat([k.new_zeros(1, *k.shape[1:]), k.abs().nan_to_num(0.0, 0.0, 0.0)]).amax(0)
-        most = most * problem.k_scale.double().view(-1, 1) * abs(spec.scale)
+        most = most * reference.own_scale(spec, problem.k_scale, request).double() * abs(spec.scale)
         doubts = (gaps * most[:, None, None]).sum(-1)
         for target, source in ((lse, found.lse), (largest, found.largest_weight), (doubt, doubts)):
             target[mine] = source.permute(2, 0, 1).flatten(1, 2)
@@ -255,6 +259,7 @@ def largest_value(problem: Problem) -> float:
     for request, (q_len, kv_len) in enumerate(zip(problem.q_lens, problem.kv_lens, strict=True)):
         if q_len and kv_len:
             rows = reference.gather_keys(problem.values, problem.spec, problem.batch, request, kv_len).double()
-            finite = (rows * problem.v_scale.double().view(-1, 1))[problem.first_key(q_len, kv_len) :]
+            v_scale = reference.own_scale(problem.spec, problem.v_scale, request).double()
+            finite = (rows * v_scale)[problem.first_key(q_len, kv_len) :]
             found = max(found, float(finite.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if finite.numel() else 0.0)
     return found

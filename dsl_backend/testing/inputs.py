@@ -8,7 +8,7 @@ no request owns, page numbers past a request's pages, rows of q past the last re
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from dsl_backend.quant.format import NVFP4_KV, is_fp8
 
 # What the rest of an `out` or `lse` tensor holds before a launch, to see that it is left alone.
 SENTINEL = -96.0
-K_SCALE, V_SCALE = 0.043, 0.071
+K_SCALE, V_SCALE, Q_SCALE = 0.043, 0.071, 0.017
 # Page numbers that fault or read nonsense when they are followed.
 BAD_PAGES = (-1, 2**31 - 1, -(2**31), 2**30)
 
@@ -91,6 +91,7 @@ class Problem:
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    q_scale: torch.Tensor | None = None
     stale: bool = False
     q_lens: tuple[int, ...] = ()
     kv_lens: tuple[int, ...] = ()
@@ -107,6 +108,7 @@ class Problem:
             "alibi_slopes": self.alibi_slopes,
             "k_scale": self.k_scale,
             "v_scale": self.v_scale,
+            "q_scale": self.q_scale,
         }
 
     @property
@@ -140,6 +142,8 @@ class Problem:
                 continue
             largest_key = keys.norm(dim=-1).amax() * k_scale
             queries = self.q[rows].float().nan_to_num(0, 0, 0)  # other heads of a NaN's row still have a budget
+            if self.q_scale is not None:
+                queries = queries * self.q_scale.max()
             magnitude[rows] = (queries.norm(dim=-1).amax(-1) * largest_key).double()
             magnitude[rows] *= abs(spec.scale) * math.sqrt(spec.head_dim)
             if self.alibi_slopes is not None:
@@ -183,7 +187,7 @@ class Problem:
 
         pollute(self.q)
         rows = sum(self.q_lens)
-        self.q[:rows] = normal((rows, *self.q.shape[1:]), random).to(spec.dtype)
+        self.fill_queries(normal((rows, *self.q.shape[1:]), random).to(spec.dtype))
         pollute(self.keys)
         if not spec.mla:
             pollute(self.values)
@@ -198,8 +202,23 @@ class Problem:
         where = tuple(places[kept] for places in where)
         stores = ((self.keys, spec.head_dim, self.k_scale), (self.values, spec.head_dim_v, self.v_scale))
         for tensor, dim, scale in stores[:1] if spec.mla else stores:
-            numbers = normal((sum(self.kv_lens), spec.heads_kv, dim), random)[kept]
-            reference.store(tensor, where, numbers.to(spec.dtype), scale)
+            stored = normal((sum(self.kv_lens), spec.heads_kv, dim), random)[kept].to(spec.dtype)
+            if spec.scales_by_request:
+                assert scale is not None
+                lengths = torch.tensor(self.kv_lens, device=self.device)
+                stored, scale = stored.float() / scale.repeat_interleave(lengths, 0)[kept][..., None], None
+            reference.store(tensor, where, stored, scale)
+
+    def fill_queries(self, numbers: torch.Tensor) -> None:
+        """Store the first queries, [rows, heads_q, head_dim] in the spec's dtype: quantised where they are so."""
+        scale = self.q_scale
+        if scale is not None:
+            if self.spec.scales_by_request:
+                lengths = torch.tensor(self.q_lens, device=self.device)
+                scale = scale.repeat_interleave(lengths, 0)
+            of_heads = scale.expand(*scale.shape[:-1], self.spec.heads_kv).repeat_interleave(self.spec.group, -1)
+            numbers = reference.quantize(numbers.float() / of_heads[..., None], self.spec.query_dtype, None)
+        reference.indexable(self.q)[: len(numbers)] = reference.indexable(numbers)
 
     def _deal_pages(self, page_size: int, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Give every request pages in no order, and return the page and the token in it of every key."""
@@ -316,8 +335,17 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
 
 
-def scale_of(spec: AttentionSpec, scale: float, by_head: bool) -> torch.Tensor:
-    """A scale of fp8 keys or values: [1] float32; by_head: [heads_kv], each twice that of the head before."""
+def scale_of(spec: AttentionSpec, scale: float, by_head: bool, requests: int = 1) -> torch.Tensor:
+    """A scale of fp8 keys or values: [1] float32; by_head: [heads_kv], each twice that of the head before.
+
+    With `spec.scales_by_request` [requests, heads_kv] of a wider tensor, each request's half that of the one before.
+    """
+    if spec.scales_by_request:
+        halves = 2.0 ** -torch.arange(requests).remainder(3)
+        of_heads = scale_of(replace(spec, scales_by_request=False), scale, by_head).expand(spec.heads_kv)
+        wider = torch.full((requests, spec.heads_kv + 1), float("nan"))
+        wider[:, 1:] = halves[:, None] * of_heads
+        return wider[:, 1:]
     return scale * 2.0 ** torch.arange(spec.heads_kv if by_head else 1).remainder(4)
 
 
@@ -347,7 +375,8 @@ def make_problem(
     max_seq_len = max(around.max_seq_len, *kv_lens, 0)
 
     width = spec.heads_q * spec.head_dim
-    q_rows = not_a_number((num_tokens + around.spare_rows, width * (3 if around.fused_q else 1)), spec.dtype, device)
+    q_shape = (num_tokens + around.spare_rows, width * (3 if around.fused_q else 1))
+    q_rows = not_a_number(q_shape, spec.query_dtype, device)
     q = q_rows[:, :width].view(-1, spec.heads_q, spec.head_dim)
 
     block_table = kv_start_loc = None
@@ -379,8 +408,9 @@ def make_problem(
         values=values,
         sinks=(normal((spec.heads_q,), random) * 2).to(around.sinks_dtype) if spec.sinks else None,
         alibi_slopes=alibi_slopes(spec.heads_q).to(device) if spec.alibi else None,
-        k_scale=scale_of(spec, K_SCALE, scales_by_head).to(device) if spec.is_quantized_kv else None,
-        v_scale=scale_of(spec, V_SCALE, scales_by_head).to(device) if spec.is_quantized_kv else None,
+        k_scale=scale_of(spec, K_SCALE, scales_by_head, requests).to(device) if spec.is_quantized_kv else None,
+        v_scale=scale_of(spec, V_SCALE, scales_by_head, requests).to(device) if spec.is_quantized_kv else None,
+        q_scale=scale_of(spec, Q_SCALE, scales_by_head, requests).to(device) if spec.is_fp8_q else None,
         stale=around.stale,
     )
     assert (causal is not None) == (spec.causality is Causality.PER_REQUEST)

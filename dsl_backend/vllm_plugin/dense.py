@@ -24,7 +24,7 @@ from dsl_backend.attention import api
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
-from dsl_backend.quant.format import NVFP4_KV
+from dsl_backend.quant.format import E4M3, NVFP4_KV
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME
@@ -369,7 +369,12 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             DSLAttentionBackend.nvfp4_layers = True
         self._specs: dict[tuple[int | None, Causality, int], AttentionSpec] = {}
         config = get_current_vllm_config_or_none()
-        kernel = options.of(config).attention_kernel
+        given = options.of(config)
+        kernel = given.attention_kernel
+        # Read by vLLM's layer, which then hands over queries in e4m3.
+        self.supports_quant_query_input = given.fp8_queries and self.base_spec.kv == E4M3
+        if self.supports_quant_query_input:
+            self.base_spec = replace(self.base_spec, q_dtype=E4M3.dtype)
         self.write_kernel = validation.kernel_for(Operation.WRITE_KV, kernel)
 
         reasons = [f"{name}={value!r} is not known" for name, value in unknown.items() if value not in (None, False)]
@@ -471,7 +476,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         """Attention of a step, into `output`.
 
         Args:
-            query: [tokens, heads, head_size]; rows from num_actual_tokens on are padding.
+            query: [tokens, heads, head_size]; rows from num_actual_tokens on are padding. Of e4m3 where
+                `supports_quant_query_input` asks for it.
             key, value: [tokens, heads_kv, dim]; read for encoders only. Other layers read the cache, and take None.
             kv_cache: [pages, heads_kv, page_size, head_size + value's]; contiguous in the last dimension. NVFP4's as
                 `split_nvfp4` takes it.
@@ -482,7 +488,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             raise NotImplementedError("attention backend dsl does not quantise its output")
         if attn_metadata is None:
             return output.fill_(0)
-        scaled = self.base_spec.is_quantized_kv
+        scaled, fp8_q = self.base_spec.is_quantized_kv, self.base_spec.is_fp8_q
         page_size = None
         if self.packed:
             assert key is not None
@@ -502,4 +508,5 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             alibi_slopes=self.alibi_slopes,
             k_scale=layer._k_scale if scaled else None,
             v_scale=layer._v_scale if scaled else None,
+            q_scale=layer._q_scale if fp8_q else None,
         )

@@ -5,7 +5,7 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dsl_backend.attention import dispatch
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
@@ -27,6 +27,9 @@ class Options(BaseModel):
     Attributes:
         attention_kernel: only kernels of this name from the dispatch table serve attention; a layer that they do not
             serve is an error. By default each operation gets the best kernel that serves it.
+        fp8_queries: vLLM quantises the queries of layers with an e4m3 cache, by the checkpoint's scale or 1, which
+            compiled models fuse with what precedes; with `cute-fp8` alone. By default that kernel gives each row of
+            queries a scale of its own, and short queries have 16 bits.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
         shared_experts: whose kernels serve shared experts of layers whose routed ones dsl serves: dsl's compute them
             with the routed ones; `measured` is vLLM's, because neither was measured.
@@ -52,6 +55,8 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     attention_kernel: str | None = None
+    # Not timed on a GPU.
+    fp8_queries: Annotated[bool, Field(strict=True)] = False
     experts: ServedBy = ServedBy.MEASURED
     shared_experts: ServedBy = ServedBy.MEASURED
     # With dsl's projections, norms and rope, Llama-8B has 1.18 times FLASH_ATTN's rate with one request (H200), and
@@ -72,6 +77,15 @@ class Options(BaseModel):
     @classmethod
     def _known(cls, name: str | None) -> str | None:
         return one_of(name, (entry.name for entries in dispatch.TABLE.values() for entry in entries))
+
+    @model_validator(mode="after")
+    def _queries_of_a_kernel(self) -> "Options":
+        if self.fp8_queries and self.attention_kernel != dispatch.FP8_PRODUCTS:
+            raise ValueError(
+                f"fp8_queries is true and attention_kernel {self.attention_kernel!r}: quantised queries are those of "
+                f"{dispatch.FP8_PRODUCTS!r}"
+            )
+        return self
 
     @field_validator("scaled_linears_kernel")
     @classmethod

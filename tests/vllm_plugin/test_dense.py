@@ -4,22 +4,23 @@
 import copy
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.encoder_only_attention import EncoderOnlyAttention
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.kv_cache_interface import EncoderOnlyAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
-from dsl_backend.quant.format import NVFP4_KV, KVFormat
+from dsl_backend.quant.format import E4M3, NVFP4_KV, KVFormat
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.numerics import assert_within_budget
-from dsl_backend.vllm_plugin import compat, validation
+from dsl_backend.vllm_plugin import compat, dense, validation
 from dsl_backend.vllm_plugin.dense import (
     DSLAttentionBackend,
     DSLAttentionImpl,
@@ -86,8 +87,13 @@ def compare(
     cache: torch.Tensor | None = None,
     padding: int = 0,
     causal: list[bool] | None = None,
+    rounded_query: bool = False,
 ) -> None:
-    """Run a step as vLLM's layer does, and attend to the same keys in float64 without pages."""
+    """Run a step as vLLM's layer does, and attend to the same keys in float64 without pages.
+
+    Args:
+        rounded_query: the layer quantises queries.
+    """
     layer = Layer() if layer is None else layer
     dtype = impl.base_spec.dtype
     generator = torch.Generator().manual_seed(1)
@@ -115,6 +121,8 @@ def compare(
     if impl.base_spec.is_quantized_kv:
         keys = [rounded(key, layer._k_scale, impl.base_spec.kv) for key in keys]
         values = [rounded(value, layer._v_scale, impl.base_spec.kv) for value in values]
+    if rounded_query:
+        query = rounded(query, layer._q_scale, E4M3)
     spec = AttentionSpec(
         heads_q=HEADS,
         heads_kv=HEADS_KV,
@@ -484,6 +492,62 @@ def test_vllms_layers_take_our_classes(dsl_config: VllmConfig) -> None:
             assert writer._kernels, "what writes is compiled in a step"
         assert builder.planners._of == before, "the builder had not made the planner that the layer asks for"
     assert encoder.impl.spec(None, Causality.FULL, DIM).page_size is None
+
+
+def fp8_layer(config: VllmConfig, options: dict[str, Any], kv_cache_dtype: str = "fp8") -> Any:
+    """A layer of vLLM's own over a cache of that dtype, as a model with these options has it."""
+    config.additional_config = {"dsl": options}
+    config.cache_config.cache_dtype = kv_cache_dtype
+    ours = dense.DSLAttentionBackend
+    facts: dict[str, Any] = {"cache_config": config.cache_config, "attn_backend": ours, "prefix": "a.0.attn"}
+    return Attention(HEADS, DIM, DIM**-0.5, HEADS_KV, **facts)
+
+
+class TestQuantisedQueries:
+    """vLLM quantises queries where the kernel that takes them was asked for, and hands them over with their scale."""
+
+    OPTIONS: ClassVar = {"attention_kernel": "cute-fp8", "fp8_queries": True}
+
+    @pytest.fixture(autouse=True)
+    def hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(validation, "current_target", lambda: from_arch("sm_90a"))
+        monkeypatch.setattr(dense.ahead, "compile_attention", lambda *_, **__: None)
+
+    def test_they_are_attended_with(self, plain_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        with set_default_torch_dtype(torch.bfloat16):
+            layer = fp8_layer(plain_config, self.OPTIONS)
+        assert layer.query_quant is not None
+        for name, scale in (("_q_scale", 0.02), ("_k_scale", 0.02), ("_v_scale", 0.03)):
+            getattr(layer, name).fill_(scale)
+        builder = make_builder(plain_config, torch.bfloat16)
+        builder.planners.kernel = "reference"  # no CPU has the kernel; it takes such queries too
+        quantise: Any = layer.impl.forward
+
+        def forward(own: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+            found: torch.Tensor = quantise(
+                own, layer.query_quant(query.flatten(1), layer._q_scale)[0].view_as(query), *rest
+            )
+            return found
+
+        monkeypatch.setattr(layer.impl, "forward", forward)
+        step = make_step(*MIXED, PAGE)
+        compare(layer.impl, builder, step, *MIXED, layer=layer, rounded_query=True)
+
+    @pytest.mark.parametrize(
+        ("options", "kv_cache_dtype"),
+        [
+            ({"attention_kernel": "cute-fp8"}, "fp8"),
+            ({}, "fp8"),
+            ({"attention_kernel": "triton"}, "fp8_e5m2"),
+        ],
+    )
+    def test_they_stay_as_they_are(
+        self, plain_config: VllmConfig, options: dict[str, Any], kv_cache_dtype: str
+    ) -> None:
+        with set_default_torch_dtype(torch.bfloat16):
+            layer = fp8_layer(plain_config, options, kv_cache_dtype)
+        assert layer.query_quant is None
+        assert not layer.impl.base_spec.is_fp8_q
 
 
 class TestRefusals:

@@ -33,6 +33,11 @@ def test_kernel_by_name(name: str) -> None:
         ({"mla_latent_queries": 0}, ["mla_latent_queries", "greater than 0, not 0"]),
         ({"mla_latent_queries": True}, ["mla_latent_queries", "a valid integer, not True"]),
         ({"launches_by_lengths": 1}, ["launches_by_lengths", "a valid boolean, not 1"]),
+        (
+            {"attention_kernel": "triton", "fp8_queries": True},
+            ["fp8_queries is true and attention_kernel 'triton': quantised queries are those of 'cute-fp8'"],
+        ),
+        ({"fp8_queries": 1}, ["fp8_queries", "a valid boolean, not 1"]),
         ({"experts": True}, ["experts", "'measured', 'dsl' or 'vllm'"]),
         ({"norms": "fast"}, ["norms", "'measured', 'dsl' or 'vllm'"]),
         ({"projections": 1}, ["projections", "'measured', 'dsl' or 'vllm'"]),

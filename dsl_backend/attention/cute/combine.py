@@ -8,7 +8,7 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, SplitRange
-from dsl_backend.attention.cute.scheduler.requests import Requests, from_lane
+from dsl_backend.attention.cute.scheduler.requests import Requests, from_lane, request_of
 from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS, FixedSplitRange
 from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
@@ -574,7 +574,10 @@ class CombineThread:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        scale, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, head_block))
+        request = cutlass.Int32(0)
+        if cutlass.const_expr(self.key.scales_by_request):
+            request = request_of(self.requests, q_offset)
+        scale, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, head_block, request))
         out_column = column
         if cutlass.const_expr(self.key.v_splits > 1):
             out_column += v_split_of(self.key, head_block) * self.key.columns

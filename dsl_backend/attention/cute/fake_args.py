@@ -41,7 +41,9 @@ def fake_dense_tensors(key: LayerKey) -> DenseTensors:
     numeric = NUMERIC[key.dtype]
     stored = cutlass.Uint8 if key.kv.fp8 else numeric
     return DenseTensors(
-        fake_rows(numeric, key.head_dim, key.heads_q, cute.sym_int()),
+        fake_rows(
+            cutlass.Uint8 if key.fp8_q and key.reads_fp8_q else numeric, key.head_dim, key.heads_q, cute.sym_int()
+        ),
         fake_rows(stored, key.head_dim, key.heads_kv, *lead),
         fake_rows(stored, key.head_dim_v, key.heads_kv, *lead),
     )
@@ -86,7 +88,9 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
         cutlass.Float32(1.0),
         fake_vector(SINKS[sinks], key.heads_q, SINKS[sinks].width // 8) if sinks else None,
         fake_vector(cutlass.Float32, key.heads_q) if key.scores.alibi else None,
-        *[fake_scale(key.heads_kv) if key.kv.quantized else None] * 2,
+        fake_layer_scale(key) if key.kv.quantized else None,
+        fake_layer_scale(key) if key.kv.quantized else None,
+        fake_layer_scale(key) if key.fp8_q else None,
     )
 
 
@@ -111,6 +115,14 @@ def fake_pages(key: LayerKey) -> tuple[Any, ...]:
 
 def fake_vector(numeric: Any, length: Any, align: int = 4) -> Any:
     return make_fake_tensor(numeric, (length,), (1,), assumed_align=align)
+
+
+def fake_layer_scale(key: LayerKey) -> Any:
+    """A layer's scale: `fake_scale`, or with scales by request (request, key head)."""
+    if not key.scales_by_request:
+        return fake_scale(key.heads_kv)
+    strides = (cute.sym_int64(), cute.sym_int64())
+    return make_fake_tensor(cutlass.Float32, (cute.sym_int(), key.heads_kv), strides, assumed_align=4)
 
 
 def fake_scale(heads_kv: int) -> Any:

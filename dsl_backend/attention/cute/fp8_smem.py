@@ -6,7 +6,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.sizes import fp8_chunk
-from dsl_backend.attention.cute.tiles import SWIZZLES
+from dsl_backend.attention.cute.tiles import SWIZZLES, TiledKernel
 from dsl_backend.attention.cute.transpose import swizzle_of
 from dsl_backend.primitives.copy import store_matrices
 
@@ -22,6 +22,24 @@ def fp8_box(rows: int, width: int) -> tuple[cute.ComposedLayout, tuple[int, int]
     """The layout in shared memory of one TMA box of rows of `width` bytes, and the box's shape."""
     box = (rows, fp8_chunk(width))
     return cute.tile_to_shape(fp8_atom(width), box, order=(0, 1)), box
+
+
+class Fp8Tiles(TiledKernel):
+    """How kernels with e4m3 products copy K, V and quantised queries: as bytes."""
+
+    @property
+    def copied_q(self) -> int:
+        return fp8_chunk(self.dims) if self.key.fp8_q else super().copied_q
+
+    @property
+    def q_itemsize(self) -> int:
+        return 1 if self.key.fp8_q else super().q_itemsize
+
+    def query_box(self) -> tuple[cute.ComposedLayout, tuple[int, int]]:
+        return fp8_box(self.box_tokens, self.dims) if self.key.fp8_q else super().query_box()
+
+    def key_box(self, width: int) -> tuple[cute.ComposedLayout, tuple[int, int]]:
+        return fp8_box(self.box, width)
 
 
 def fp8_tensors(allocator: cutlass.utils.SmemAllocator, rows: int, width: int, stages: int) -> list[cute.Tensor]:

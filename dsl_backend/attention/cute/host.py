@@ -68,6 +68,8 @@ def facts_of(
         "lse": lse,
         "split": split,
         "tiles_per_split": tiles_per_split,
+        "scales_by_request": spec.scales_by_request,
+        "fp8_q": spec.is_fp8_q,
         "scores": ScoreModKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
         ),
@@ -121,12 +123,13 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 
 
 def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
-    """The scales of quantized keys and values, each (heads_kv,); None for caches of 16 bits."""
+    """The scales of quantized keys, values and queries, each (heads_kv,), or by request; None for what has 16 bits."""
     if not spec.is_quantized_kv:
-        return None, None
-    assert operands.k_scale is not None
-    assert operands.v_scale is not None
-    return by_head(operands.k_scale, spec.heads_kv), by_head(operands.v_scale, spec.heads_kv)
+        return None, None, None
+    scales = operands.k_scale, operands.v_scale, operands.q_scale
+    if spec.scales_by_request:
+        return scales
+    return tuple(None if scale is None else by_head(scale, spec.heads_kv) for scale in scales)
 
 
 def by_head(scale: torch.Tensor, heads_kv: int) -> torch.Tensor:
@@ -395,10 +398,19 @@ class DenseKernel(LayerKernel):
         return min(16, self.tile_m // self.pack_gqa) if self.split else None
 
     def tensors(self, operands: Operands) -> DenseTensors:
-        given = operands.q, operands.keys, operands.values, operands.out
+        q = operands.q
+        if self.spec.is_fp8_q:
+            q = q.view(torch.uint8) if self.key_type.reads_fp8_q else self.converted(q)
+        given = q, operands.keys, operands.values, operands.out
         self.alignment.check(("q", "keys", "values", "out"), given)
         keys, values = stored(self.spec, operands.keys), stored(self.spec, operands.values)
-        return DenseTensors(operands.q, keys, values)
+        return DenseTensors(q, keys, values)
+
+    def converted(self, q: torch.Tensor) -> torch.Tensor:
+        """Quantised queries in the layer's dtype, which has all numbers of e4m3, without their scale."""
+        buffer = self.workspace.operand(q.numel() * self.spec.dtype.itemsize)
+        made = buffer[: q.numel() * self.spec.dtype.itemsize].view(self.spec.dtype).view(q.shape)
+        return made.copy_(q)
 
 
 class MlaKernel(LayerKernel):

@@ -52,7 +52,7 @@ class AccumulatorRows:
     @cute.jit
     def start(self, work: WorkTile):
         """Before the scores of a work tile."""
-        self.score_mod.softmax_scale.load(work.head_block)
+        self.score_mod.softmax_scale.load(work)
         if cutlass.const_expr(self.key.scores.alibi):
             for row in cutlass.range_constexpr(self.count):
                 self.slope[row] = self.scoring.alibi_slopes[self.head(work, row)] * LOG2_E
@@ -78,7 +78,7 @@ class AccumulatorRows:
     @cute.jit
     def v_scale(self, work: WorkTile):
         """The scale of stored values; None where they are not quantized."""
-        return v_scale_of(self.key, self.scoring, work.head_block)
+        return v_scale_of(self.key, self.scoring, work.head_block, work.kv_source)
 
     @cute.jit
     def apply_score_mod(self, acc_S: cute.Tensor, work: WorkTile, n_block: cutlass.Int32):

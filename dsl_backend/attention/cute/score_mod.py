@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsl_backend.attention.cute.scheduler.work_tile import kv_head_of
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, kv_head_of
 from dsl_backend.primitives.math import LOG2_E, exp2
 
 
@@ -33,7 +33,9 @@ class ScoreModArgs(NamedTuple):
     """Run-time values of the score modifications.
 
     Attributes:
-        k_scale, v_scale: dequantization scales of an fp8 cache. A scale that all heads share has a stride of 0.
+        k_scale, v_scale: dequantization scales of an fp8 cache. A scale that all heads share has a stride of 0. With
+            `LayerKey.scales_by_request` (request, head_kv).
+        q_scale: the same of quantised queries, by KV head.
     """
 
     scale: cutlass.Float32
@@ -42,41 +44,52 @@ class ScoreModArgs(NamedTuple):
     alibi_slopes: cute.Tensor | None  # (head_q), float32
     k_scale: cute.Tensor | None  # (head_kv), float32
     v_scale: cute.Tensor | None  # (head_kv), float32
+    q_scale: cute.Tensor | None = None  # (head_kv), float32
 
 
-def qk_scale_of(scoring: ScoreModArgs, head_kv: cutlass.Int32 | int = 0) -> cutlass.Float32:
-    """The softmax scale, times the dequantization scale of the keys."""
-    return scoring.scale if scoring.k_scale is None else scoring.scale * scoring.k_scale[head_kv]
+def element_of(key: Any, scale: cute.Tensor, head_block: Any, request: Any) -> cutlass.Float32:
+    """The scale of a head block's KV head, or of that of a request. `key` is a LayerKey."""
+    head_kv = kv_head_of(key, head_block) if key.heads_kv > 1 else 0
+    return scale[request, head_kv] if key.scales_by_request else scale[head_kv]
 
 
-def v_scale_of(key: Any, scoring: ScoreModArgs, head_block: cutlass.Int32) -> cutlass.Float32 | None:
-    """The dequantization scale of the values; None if they are not quantized. `key` is a LayerKey."""
-    if scoring.v_scale is None:
-        return None
-    return scoring.v_scale[kv_head_of(key, head_block) if key.scaled_by_head else 0]
+def v_scale_of(key: Any, scoring: ScoreModArgs, head_block: Any, request: Any) -> cutlass.Float32 | None:
+    """The dequantization scale of the values; None if they are not quantized.
+
+    Args:
+        key: a LayerKey.
+        request: read only with `key.scales_by_request`.
+    """
+    return None if scoring.v_scale is None else element_of(key, scoring.v_scale, head_block, request)
 
 
 class SoftmaxScale:
-    """`qk_scale_of` times a constant: computed once if all key heads share it, else for every work tile."""
+    """The softmax scale, times the dequantization scales of keys and queries, and a constant.
+
+    It is computed once if all requests and key heads share it, else for every work tile.
+    """
 
     def __init__(self, key: Any, scoring: ScoreModArgs, constant: float):
         self.key, self.scoring, self.constant = key, scoring, constant
-        self.of_head = cute.make_rmem_tensor(1, cutlass.Float32) if key.scaled_by_head else None
-        self.shared = None if key.scaled_by_head else self.scaled(0)
+        self.of_tile = cute.make_rmem_tensor(1, cutlass.Float32) if key.scaled_by_tile else None
+        self.shared = None if key.scaled_by_tile else self.scaled(0, 0)
 
-    def scaled(self, head_kv: cutlass.Int32 | int) -> cutlass.Float32:
-        scale = qk_scale_of(self.scoring, head_kv)
+    def scaled(self, head_block: cutlass.Int32 | int, request: cutlass.Int32 | int) -> cutlass.Float32:
+        scale = self.scoring.scale
+        for other in (self.scoring.k_scale, self.scoring.q_scale):
+            if other is not None:
+                scale = scale * element_of(self.key, other, head_block, request)
         return scale if self.constant == 1.0 else scale * self.constant
 
     @cute.jit
-    def load(self, head_block: cutlass.Int32):
-        """Load the scale of a work tile's head, before its scores."""
-        if cutlass.const_expr(self.key.scaled_by_head):
-            self.of_head[0] = self.scaled(kv_head_of(self.key, head_block))
+    def load(self, work: WorkTile):
+        """Load the scale of a work tile, before its scores."""
+        if cutlass.const_expr(self.key.scaled_by_tile):
+            self.of_tile[0] = self.scaled(work.head_block, work.kv_source)
 
     @property
     def value(self) -> cutlass.Float32:
-        return self.shared if self.of_head is None else self.of_head[0]
+        return self.shared if self.of_tile is None else self.of_tile[0]
 
 
 class NoScoreMod:

@@ -3,7 +3,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 from cutlass import cute
@@ -47,7 +47,12 @@ class LayerKey:
         split: split-KV, rather than whole query tiles.
         tiles_per_split: key tiles of a split of a batch-invariant layer, which begins at a multiple of them. Splits are
             combined from the last to the first. 0 if the layer is not batch-invariant.
+        scales_by_request: each request has dequantization scales of its own; keys are paged.
+        fp8_q: queries arrive in e4m3, with dequantization scales.
+        reads_fp8_q: the kernel takes these as they are; for others a launch before converts them to dtype.
     """
+
+    reads_fp8_q: ClassVar[bool] = False
 
     dtype: str
     heads_q: int
@@ -64,6 +69,8 @@ class LayerKey:
     split: bool
     tiles_per_split: int
     scores: ScoreModKey
+    scales_by_request: bool = False
+    fp8_q: bool = False
 
     @property
     def dynamic_scheduler(self) -> bool:
@@ -81,9 +88,9 @@ class LayerKey:
         return 0
 
     @property
-    def scaled_by_head(self) -> bool:
-        """Whether KV heads may have different dequantization scales."""
-        return self.kv.quantized and self.heads_kv > 1
+    def scaled_by_tile(self) -> bool:
+        """Whether work tiles may have different dequantization scales: those of KV heads, or of requests."""
+        return self.kv.quantized and (self.heads_kv > 1 or self.scales_by_request)
 
     @property
     def v_splits(self) -> int:
@@ -205,6 +212,20 @@ class TiledKernel:
         shape = ((self.box // KV_BLOCK, boxes), width, stages)
         return cute.make_layout(shape, stride=((width, step), 1, boxes * step))
 
+    @property
+    def copied_q(self) -> int:
+        """Elements of a Q row in one TMA box."""
+        return self.chunk
+
+    @property
+    def q_itemsize(self) -> int:
+        """Bytes of an element of Q as TMA copies it."""
+        return 2
+
+    def query_box(self) -> tuple[cute.ComposedLayout, tuple[int, int]]:
+        """The layout in shared memory of one TMA box of Q of one head, and the box's shape."""
+        return self.boxed(self.box_tokens, self.copied_q), (self.box_tokens, self.copied_q)
+
     def value_box(self):
         return self.key_box(self.dims_v)
 
@@ -225,8 +246,8 @@ class TiledKernel:
         tokens, _, width = q.shape
         if key.pack_gqa == 1:
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-            q_tile: tuple[int, ...] = (self.box_tokens, self.chunk)
-            q_box = self.boxed(self.box_tokens, self.chunk)
+            q_tile: tuple[int, ...]
+            q_box, q_tile = self.query_box()
         else:
             mQ = cute.make_tensor(
                 q.iterator,

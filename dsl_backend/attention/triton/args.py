@@ -52,6 +52,9 @@ class Layer(NamedTuple):
     mla: Any
     e5m2: Any
     nvfp4: Any
+    scales_by_request: Any
+    fp8_q: Any
+    bf16: Any
 
 
 class Tiles(NamedTuple):
@@ -136,13 +139,22 @@ class Requests(NamedTuple):
 
 
 class ScoreModArgs(NamedTuple):
-    """What scores and outputs are multiplied by or joined with; softmax_scale_log2 is the scale times log2(e)."""
+    """What scores and outputs are multiplied by or joined with; softmax_scale_log2 is the scale times log2(e).
+
+    The strides are from one request's scale to the next one's, and of queries also from one key head's to the next
+    one's; unspecialized.
+    """
 
     softmax_scale_log2: Any
     sinks: Any
     alibi_slopes: Any
     k_scale: Any
     v_scale: Any
+    q_scale: Any
+    k_request_stride: Any
+    v_request_stride: Any
+    q_request_stride: Any
+    q_scale_stride: Any
 
 
 class Scratch(NamedTuple):
@@ -180,6 +192,9 @@ def layer_of(spec: AttentionSpec) -> Layer:
         spec.mla,
         spec.kv == E5M2,
         spec.kv.nvfp4,
+        spec.scales_by_request,
+        spec.is_fp8_q,
+        spec.dtype == torch.bfloat16,
     )
     return layer
 
@@ -190,7 +205,7 @@ def tiles_of(config: TileConfig, scan: int) -> Tiles:
 
 
 def kv_storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
-    """fp8 keys as the target reads them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
+    """fp8 keys or queries as the target reads them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
 
     An e5m2 is the upper byte of a float16: a shift converts it on every target, infinities and NaN included.
     """
@@ -220,8 +235,8 @@ def outputs_of(operands: Operands) -> Outputs:
 def tensors_of(spec: AttentionSpec, target: Target, operands: Operands) -> Tensors:
     q2 = operands.q[..., key_blocks(spec)[0] :] if operands.q_rope is None else operands.q_rope
     return Tensors(
-        rows_of(operands.q),
-        rows_of(q2),
+        rows_of(kv_storage(operands.q, target)),
+        rows_of(kv_storage(q2, target)),
         cache_of(operands.keys, target),
         cache_of(operands.values, target),
         outputs_of(operands),
@@ -247,12 +262,22 @@ def score_mod_of(spec: AttentionSpec, operands: Operands) -> ScoreModArgs:
         operands.alibi_slopes,
         operands.k_scale if spec.is_quantized_kv else None,
         operands.v_scale if spec.is_quantized_kv else None,
+        operands.q_scale,
+        unspecialized(request_stride(spec, operands.k_scale)),
+        unspecialized(request_stride(spec, operands.v_scale)),
+        unspecialized(request_stride(spec, operands.q_scale)),
+        unspecialized(scale_stride(operands.q_scale)),
     )
+
+
+def request_stride(spec: AttentionSpec, scale: torch.Tensor | None) -> int:
+    """Elements from one request's scale to the next one's: 0 where all requests have the same."""
+    return scale.stride(0) if spec.scales_by_request and scale is not None else 0
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:
     """Elements from one key head's scale to the next one's: 0 where all heads have one scale, or there is none."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 def launch_arguments(spec: AttentionSpec, target: Target, batch: Batch, operands: Operands) -> tuple[Any, ...]:

@@ -59,8 +59,8 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
 # int32s for each row tile that is split: index of its first partial result, splits, first query row, key head, first
-# row, rows.
-COMBINE_FIELDS = tl.constexpr(6)
+# row, rows, request.
+COMBINE_FIELDS = tl.constexpr(7)
 # Before them: how many row tiles are split.
 COUNT_FIELDS = tl.constexpr(1)
 
@@ -219,7 +219,7 @@ def batch_invariant_kernel(
             end_split = tl.where(whole, split_max, tl.minimum(split + 1, split_max))
             softmax = attend_splits(tile, (begin, end_split), (block_min, block_max), tensors, LAYER, TILES, SPLITS)
             if whole:
-                epilogue(softmax, tile.token, tile.head, tile.keep, tensors.outputs, scores, LAYER)
+                epilogue(softmax, tile.token, tile.head, tile.keep, request_idx, tensors.outputs, scores, LAYER)
             elif begin < end_split:
                 partial = scratch.partials + tile_idx.to(tl.int64) * partial_floats
                 store_partial(softmax, tile.keep, partial, rows_of_partial, LAYER, TILES)
@@ -231,6 +231,7 @@ def batch_invariant_kernel(
                     tl.store(combine_ptr + 3, head_kv)
                     tl.store(combine_ptr + 4, first_row)
                     tl.store(combine_ptr + 5, tl.minimum(request.q_len * LAYER.group - first_row, TILES.m))
+                    tl.store(combine_ptr + 6, request_idx)
             tile_idx += 1
 
 
@@ -267,7 +268,9 @@ def combine_kernel(outputs, score_mod, v_scale_stride, scratch, rows_of_partial,
             m = tl.load(combine_ptr + 4) + row
             token = (tl.load(combine_ptr + 2) + m // LAYER.group).to(tl.int64)
             head = (tl.load(combine_ptr + 3) * LAYER.group + m % LAYER.group).to(tl.int64)
-            epilogue(softmax, token, head, row >= 0, outputs, Scores(score_mod, 0, v_scale_stride), LAYER)
+            request = tl.load(combine_ptr + 6)
+            scores = Scores(score_mod, 0, v_scale_stride)
+            epilogue(softmax, token, head, row >= 0, request, outputs, scores, LAYER)
 
 
 class BatchInvariant(Kernel):

@@ -61,7 +61,7 @@ def prefill_kernel(
         softmax = attend(softmax, tile, block_min, full_min, tensors, LAYER, TILES.n, True)
     softmax = attend(softmax, tile, full_min, full_max, tensors, LAYER, TILES.n, False)
     softmax = attend(softmax, tile, full_max, block_max, tensors, LAYER, TILES.n, True)
-    epilogue(softmax, tile.token, tile.head, tile.keep, tensors.outputs, scores, LAYER)
+    epilogue(softmax, tile.token, tile.head, tile.keep, request_idx, tensors.outputs, scores, LAYER)
 
 
 class Prefill(Kernel):

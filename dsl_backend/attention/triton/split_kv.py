@@ -50,8 +50,8 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
 # int32s that a program leaves for the combine kernel: splits (0: nothing to combine), first query row, key head, first
-# row, rows.
-COMBINE_FIELDS = tl.constexpr(5)
+# row, rows, request.
+COMBINE_FIELDS = tl.constexpr(6)
 
 
 @triton.jit(do_not_specialize=[*STEP_ARGUMENTS, *SCALE_STRIDES])
@@ -105,7 +105,7 @@ def split_kv_kernel(
             softmax = empty_softmax(TILES.m, LAYER)
             softmax = attend(softmax, tile, begin, begin + count, tensors, LAYER, TILES.n, True)
             if count == tiles:
-                epilogue(softmax, tile.token, tile.head, tile.keep, tensors.outputs, scores, LAYER)
+                epilogue(softmax, tile.token, tile.head, tile.keep, request_idx, tensors.outputs, scores, LAYER)
             else:
                 # A program leaves at most two partial results: of a range that an earlier program began, and of one
                 # that a later program ends.
@@ -119,6 +119,7 @@ def split_kv_kernel(
                     tl.store(combine_ptr + 2, head_kv)
                     tl.store(combine_ptr + 3, first_row)
                     tl.store(combine_ptr + 4, tl.minimum(request.q_len * LAYER.group - first_row, TILES.m))
+                    tl.store(combine_ptr + 5, request_idx)
             tile_idx += count
     tl.store(combine_ptr, splits)
 
@@ -168,7 +169,8 @@ def combine_kernel(
     m = first_row + row
     token = (first_query + m // LAYER.group).to(tl.int64)
     head = (head_kv * LAYER.group + m % LAYER.group).to(tl.int64)
-    factor, row_lse = normalizer(row_max, row_sum, True, head, Scores(score_mod, 0, v_scale_stride), LAYER)
+    request = tl.load(combine_ptr + 5)
+    factor, row_lse = normalizer(row_max, row_sum, True, head, request, Scores(score_mod, 0, v_scale_stride), LAYER)
     out = outputs.out
     lse = outputs.lse
     pointers = out.ptr + token * out.token_stride + head * out.head_stride + column

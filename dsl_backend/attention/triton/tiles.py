@@ -159,7 +159,11 @@ def load_query_tile(
         alibi_slopes = tl.load(scores.args.alibi_slopes + head, mask=keep, other=0.0) * LOG2E
     scale_log2 = scores.args.softmax_scale_log2
     if scores.args.k_scale is not None:
-        scale_log2 *= tl.load(scores.args.k_scale + head_kv * scores.k_scale_stride)
+        of_request = request_scales(request.idx, scores.args.k_request_stride, LAYER)
+        scale_log2 *= tl.load(scores.args.k_scale + of_request + head_kv * scores.k_scale_stride)
+    if scores.args.q_scale is not None:
+        of_request = request_scales(request.idx, scores.args.q_request_stride, LAYER)
+        scale_log2 *= tl.load(scores.args.q_scale + of_request + head_kv * number_of(scores.args.q_scale_stride))
     page_table, first_key = key_source(request.idx, requests, LAYER)
     return QueryTile(
         q1,
@@ -179,13 +183,35 @@ def load_query_tile(
 
 
 @triton.jit
+def request_scales(request, stride, LAYER):
+    """Where a request's fp8 scales begin, in elements; stride as `args.ScoreModArgs` has it."""
+    if LAYER.scales_by_request:
+        return request.to(tl.int64) * number_of(stride)
+    else:
+        return 0
+
+
+@triton.jit
+def converted(q, LAYER):
+    """Queries in the layer's dtype; those of e4m3 without their scale."""
+    if not LAYER.fp8_q:
+        return q
+    elif LAYER.bf16:
+        return dequantize(q, tl.bfloat16, False)
+    else:
+        return dequantize(q, tl.float16, False)
+
+
+@triton.jit
 def load_queries(tensors, token, head, keep, LAYER):
-    """The two blocks of the rows' queries; the second is the first again where the layer has one block."""
+    """The two blocks of the rows' queries, not scaled; the second is the first again where the layer has one block."""
     rows = token * tensors.q1.token_stride + head * tensors.q1.head_stride
     q1 = load_rows(tensors.q1.ptr, rows, keep, 0, LAYER.d1, LAYER.head_dim, MASKED=True)
+    q1 = converted(q1, LAYER)
     if LAYER.d2 > 0:
         rows = token * tensors.q2.token_stride + head * tensors.q2.head_stride
-        return q1, load_rows(tensors.q2.ptr, rows, keep, 0, LAYER.d2, LAYER.head_dim - LAYER.d1, MASKED=True)
+        q2 = load_rows(tensors.q2.ptr, rows, keep, 0, LAYER.d2, LAYER.head_dim - LAYER.d1, MASKED=True)
+        return q1, converted(q2, LAYER)
     else:
         return q1, q1
 
@@ -373,8 +399,11 @@ def store_partial(softmax, keep, partial, ROWS, LAYER, TILES):
 
 
 @triton.jit
-def normalizer(row_max, row_sum, keep, head, scores, LAYER):
-    """The factor from a row's accumulator to its output, sinks and fp8 scale included; and the row's LSE."""
+def normalizer(row_max, row_sum, keep, head, request, scores, LAYER):
+    """The factor from a row's accumulator to its output, sinks and fp8 scale included; and the row's LSE.
+
+    request: read only where each has scales of its own.
+    """
     acc_scale = 1.0
     if scores.args.sinks is not None:
         sink = tl.load(scores.args.sinks + head, mask=keep, other=0.0).to(tl.float32) * LOG2E
@@ -385,7 +414,9 @@ def normalizer(row_max, row_sum, keep, head, scores, LAYER):
     # row_sum is 0 where a row saw no key; a NaN stays one.
     factor = tl.where(row_sum == 0.0, 0.0, acc_scale / row_sum)
     if scores.args.v_scale is not None:
-        factor *= tl.load(scores.args.v_scale + head // LAYER.group * scores.v_scale_stride, mask=keep, other=1.0)
+        of_request = request_scales(request, scores.args.v_request_stride, LAYER)
+        of_head = head // LAYER.group * scores.v_scale_stride
+        factor *= tl.load(scores.args.v_scale + of_request + of_head, mask=keep, other=1.0)
     return factor, (row_max + tl.log2(row_sum)) * LN2
 
 
@@ -403,9 +434,9 @@ def lse_pointers(lse, token, head):
 
 
 @triton.jit
-def epilogue(softmax, token, head, keep, outputs, scores, LAYER):
+def epilogue(softmax, token, head, keep, request, outputs, scores, LAYER):
     """Normalize O, and store the rows that are kept and their LSE; token, head [m] int64."""
-    factor, row_lse = normalizer(softmax.row_max, softmax.row_sum, keep, head, scores, LAYER)
+    factor, row_lse = normalizer(softmax.row_max, softmax.row_sum, keep, head, request, scores, LAYER)
     out = outputs.out
     lse = outputs.lse
     rows = token * out.token_stride + head * out.head_stride

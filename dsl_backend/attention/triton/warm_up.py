@@ -66,14 +66,15 @@ def query_rows(spec: AttentionSpec, device: torch.device) -> Iterator[torch.Tens
     own = spec.heads_q * spec.head_dim
     beside = own + spec.heads_kv * (spec.head_dim + spec.head_dim_v)
     for width in dict.fromkeys((own, beside if own % 16 != beside % 16 else own)):
-        rows = torch.zeros(1, width, dtype=spec.dtype, device=device)
+        rows = torch.zeros(1, width, dtype=spec.query_dtype, device=device)
         yield rows[:, :own].unflatten(1, (spec.heads_q, spec.head_dim))
 
 
 def operands_of(spec: AttentionSpec, device: torch.device, lse: bool, sinks: torch.dtype | None) -> Iterator[Operands]:
     """The operands of a layer, of one token."""
     keys, values = attended(spec, device)
-    scale = torch.ones(1, device=device) if spec.is_quantized_kv else None
+    shape = (1, spec.heads_kv) if spec.scales_by_request else (1,)
+    scale = torch.ones(shape, device=device) if spec.is_quantized_kv else None
     for q in query_rows(spec, device):
         yield Operands(
             q=q,
@@ -86,4 +87,5 @@ def operands_of(spec: AttentionSpec, device: torch.device, lse: bool, sinks: tor
             alibi_slopes=torch.zeros(spec.heads_q, device=device) if spec.alibi else None,
             k_scale=scale,
             v_scale=scale,
+            q_scale=scale if spec.is_fp8_q else None,
         )

@@ -29,7 +29,8 @@ class Case:
         heads: query and key/value heads.
         dim: of a head's queries and keys; dim_v of its values where it differs.
         fp8: keys and values are stored as fp8, of fp8_dtype; nvfp4: as NVFP4.
-        scales_by_head: each key head has scales of its own.
+        fp8_q: queries arrive in e4m3.
+        scales_by_head: each key head has scales of its own; scales_by_request: each request.
         window: keys visible before and after a position.
         causal: of each request, and then Causality.PER_REQUEST.
         scale: of q·k; 1 / sqrt(dim) by default.
@@ -55,7 +56,9 @@ class Case:
     fp8: bool = False
     fp8_dtype: torch.dtype = FP8
     nvfp4: bool = False
+    fp8_q: bool = False
     scales_by_head: bool = False
+    scales_by_request: bool = False
     page: int | None = 16
     scale: float | None = None
     causality: Causality = CAUSAL
@@ -93,6 +96,8 @@ class Case:
             alibi=self.alibi,
             mla=self.mla,
             batch_invariant=self.batch_invariant,
+            scales_by_request=self.scales_by_request,
+            q_dtype=FP8 if self.fp8_q else None,
         )
 
     def problem(self, device: torch.device | str = "cpu") -> Problem:
@@ -106,9 +111,11 @@ class Case:
             around=self.around,
             scales_by_head=self.scales_by_head,
         )
-        problem.q.mul_(self.q_gain)
+        if self.q_gain != 1.0:
+            problem.q.mul_(self.q_gain)
         if self.nan_request is not None:
-            problem.q[sum(self.q_lens[: self.nan_request]), 0] = math.nan
+            first = sum(self.q_lens[: self.nan_request])
+            problem.q[first : first + 1, :1].copy_(torch.tensor(math.nan))
         return problem
 
 

@@ -86,11 +86,11 @@ class LoadWarp:
 
     def set_queries(self, kernel: Any, loads: DenseLoads, sQ: cute.Tensor) -> None:
         """Set what Q is loaded from, and where to."""
-        self.tma_atom_q, self.mQ, self.chunk = loads.tma_atom_q, loads.mQ, kernel.chunk
-        self.q_chunks = kernel.dims // kernel.chunk
+        self.tma_atom_q, self.mQ, self.chunk = loads.tma_atom_q, loads.mQ, kernel.copied_q
+        self.q_chunks = kernel.dims // kernel.copied_q
         self.set_query_boxes(kernel)
         if self.key.pack_gqa == 1:
-            self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.chunk)
+            self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.copied_q)
         else:
             # Rows of a chunk lie one after another: [head and token, box, chunk, stage].
             chunk_and_stage = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
@@ -200,7 +200,7 @@ class LoadWarp:
         self.box_tokens, self.rows_loaded = kernel.box_tokens, kernel.rows_loaded
         self.q_boxes = kernel.tokens_per_tile // kernel.box_tokens
         self.q_phase = 0 if kernel.math_clears else 1
-        self.q_bytes = self.rows_loaded * kernel.dims * 2
+        self.q_bytes = self.rows_loaded * kernel.dims * kernel.q_itemsize
 
     def expect_queries(self, work: WorkTile, full: cute.Pointer) -> cutlass.Int32 | int:
         """Expect the bytes of Q; return the boxes to load. Where a tile has one box, it is a constant."""

@@ -74,6 +74,18 @@ def lengths_of(requests: Requests, request: cutlass.Int32, num_requests: cutlass
 
 
 @cute.jit
+def request_of(requests: Requests, q_offset: cutlass.Int32):
+    """The request that has a row of q: the last one that begins at the row or before it."""
+    first, end = cutlass.Int32(0), cutlass.Int32(cute.size(requests.seqused_k))
+    while end - first > 1:
+        middle = (first + end) // 2
+        begins_before = requests.cu_seqlens_q[middle] <= q_offset
+        first = middle if begins_before else first
+        end = end if begins_before else middle
+    return first
+
+
+@cute.jit
 def zero_unless_served(requests: Requests, seqlen_q: cutlass.Int32, count: cutlass.Int32):
     """A request's count; 0 where the kernel does not serve requests of that many queries."""
     if seqlen_q < requests.min_seqlen_q or seqlen_q > requests.max_seqlen_q:

@@ -81,6 +81,7 @@ class DenseForward(TiledKernel):
         load_warp, dequant_warps: the classes of these roles, where K and V have stages of their own.
         mma_dtype, mma_dtype_v: of the operands of Q K^T, and of P V.
         s_stages: S of 128 rows in tensor memory, which P overwrites.
+        threads: of a CTA.
         skip_idle_warps: warps whose rows do not exist skip the key tiles of a work tile; see idle_warps.py.
     """
 
@@ -94,7 +95,7 @@ class DenseForward(TiledKernel):
         super().__init__(key, key.config)
         self.alternate, self.s_stages = key.config.alternate, key.config.s_stages
         self.skip_idle_warps = self.tile_m == MMA_M
-        self.registers = key.config.registers
+        self.registers, self.threads = key.config.registers, key.config.threads
         self.mma_dtype, self.mma_dtype_v = self.dtype, self.dtype_v
 
     @cute.jit
@@ -110,11 +111,11 @@ class DenseForward(TiledKernel):
         num_ctas: cutlass.Int32,
         stream,
     ):
-        key, config = self.key, self.config
+        key = self.key
         outputs = with_fold_workspace(key, Outputs(out, lse, partials), num_ctas, self.tile_m, self.dims_v)
         self.kernel(self.tiled_mmas(), self.loads(tensors), outputs, scheduler_workspace, requests, scoring).launch(
             grid=(num_ctas, 1, 1),
-            block=(config.threads, 1, 1),
+            block=(self.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
             min_blocks_per_mp=1,

@@ -138,7 +138,7 @@ class SoftmaxWarps:
     def reset(self, work: WorkTile):
         self.row_max.fill(-cutlass.Float32.inf)
         self.row_sum.fill(0.0)
-        self.score_mod.softmax_scale.load(work.head_block)
+        self.score_mod.softmax_scale.load(work)
         if cutlass.const_expr(self.key.scores.alibi):
             self.slope[0] = self.scoring.alibi_slopes[self.head(work)] * LOG2_E
 

@@ -3,7 +3,7 @@
 
 As dense_kernel.py, but K and V are multiplied as they are stored: the tensor cores read V column by column
 (`kind::f8f6f4`), so that nothing is transposed. P is rounded to e4m3. Q arrives in 16 bits: a warpgroup, in place of
-that which dequantizes keys, loads it and quantizes it, work tiles ahead.
+that which dequantizes keys, loads it and quantizes it, work tiles ahead. Q that arrives in e4m3 is loaded by TMA.
 """
 
 from dataclasses import dataclass
@@ -15,25 +15,26 @@ from cutlass.cute.nvgpu import cpasync
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.fp8_queries import Queries
-from dsl_backend.attention.cute.fp8_smem import fp8_box, fp8_tensors
+from dsl_backend.attention.cute.fp8_smem import Fp8Tiles, fp8_tensors
 from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_barriers import Barriers, fp8_mbar_arrays
+from dsl_backend.attention.cute.sm100.dense_barriers import Barriers, fp8_mbar_arrays, mbar_arrays
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CORRECTION_WARP,
     LOAD_WARP,
     MMA_M,
     MMA_WARP,
     SCHEDULER_WARP,
+    WARP,
 )
 from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
 from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp
 from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseConfig
-from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps
+from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps, QuantizedQuerySoftmaxWarps
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
 from dsl_backend.attention.cute.tiles import VECTOR
@@ -46,6 +47,8 @@ QUERY_LANES = 8  # threads of a row of Q, where its elements suffice for them; e
 @dataclass(frozen=True, kw_only=True)
 class Fp8Key(DenseKey):
     """All that the kernel's code depends on."""
+
+    reads_fp8_q = True
 
     config: Fp8DenseConfig
 
@@ -100,6 +103,14 @@ class Fp8LoadWarp(SeparateKVLoadWarp):
         return self.tma_atom_k, self.tma_atom_v
 
 
+class QuantizedQueryLoadWarp(SeparateKVLoadWarp):
+    """Loads Q, K and V, all of e4m3."""
+
+    def set_queries(self, kernel: Any, loads: DenseLoads, sQ: cute.Tensor) -> None:
+        super().set_queries(kernel, loads, sQ)
+        self.stages = self.config.stages
+
+
 class Fp8CorrectionWarps(CorrectionWarps):
     """As CorrectionWarps. V is cleared as bytes."""
 
@@ -107,18 +118,20 @@ class Fp8CorrectionWarps(CorrectionWarps):
         return self.kv_stages.sV_bytes[None, None, self.kv_stages.v_stage(kv_idx)]
 
 
-class Fp8DenseForward(DenseForward):
+class Fp8DenseForward(Fp8Tiles, DenseForward):
     """As DenseForward, without split-KV; keys and values are e4m3."""
 
     def __init__(self, key: Fp8Key):
         super().__init__(key)
         self.mma_dtype = self.mma_dtype_v = cutlass.Float8E4M3FN
-
-    def key_box(self, width: int) -> tuple[cute.ComposedLayout, tuple[int, int]]:
-        return fp8_box(self.box, width)
+        if key.fp8_q:
+            # Without the warpgroup that quantizes Q, the last of a CTA.
+            self.threads = QUERY_WARP * WARP
 
     def loads(self, tensors: DenseTensors) -> Any:
-        """`DenseKeyLoads`."""
+        """`DenseKeyLoads`, or `DenseLoads` of quantised queries."""
+        if self.key.fp8_q:
+            return super().loads(tensors)
         order = [1, 3, 2, 0] if self.key.page_size else [0, 2, 1]
         load, found = self.load_op(), [tensors.q]
         for tensor, width in ((tensors.k, self.dims), (tensors.v, self.dims_v)):
@@ -130,7 +143,7 @@ class Fp8DenseForward(DenseForward):
     def kernel(
         self,
         mmas: TiledMmas,
-        loads: DenseKeyLoads,
+        loads: DenseKeyLoads | DenseLoads,
         outputs: Outputs,
         scheduler_workspace: cute.Tensor | None,
         requests: Requests,
@@ -144,10 +157,12 @@ class Fp8DenseForward(DenseForward):
         sStats = allocator.allocate_tensor(
             cutlass.Float32, cute.make_layout((MMA_M, 2, config.stats_stages)), byte_alignment=16
         )
-        scales = cute.make_layout((self.tile_m, config.scale_stages))
-        sQScale = allocator.allocate_tensor(cutlass.Float32, scales, byte_alignment=16)
+        sQScale = None
+        if cutlass.const_expr(not self.key.fp8_q):
+            scales = cute.make_layout((self.tile_m, config.scale_stages))
+            sQScale = allocator.allocate_tensor(cutlass.Float32, scales, byte_alignment=16)
         tmem_holding_buf = allocator.allocate_array(cutlass.Int32, 1)
-        arrays = fp8_mbar_arrays(config)
+        arrays = mbar_arrays(config) if self.key.fp8_q else fp8_mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -162,25 +177,28 @@ class Fp8DenseForward(DenseForward):
             cute.arch.setmaxregister_increase(self.registers.softmax)
             # As in DenseForward: the younger warpgroup has S stage 0.
             s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
-            Fp8SoftmaxWarps(sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
+            softmax = QuantizedQuerySoftmaxWarps if self.key.fp8_q else Fp8SoftmaxWarps
+            softmax(sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)
             Fp8CorrectionWarps(
                 self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sQ, outputs, requests, scoring
             ).run()
         elif warp >= QUERY_WARP:
-            cute.arch.setmaxregister_decrease(self.registers.dequant)
-            thread = cute.arch.thread_idx()[0] % WARPGROUP
-            lanes = QUERY_LANES if self.dims % (QUERY_LANES * VECTOR) == 0 else QUERY_LANES // 2
-            queries = Queries(self, loads.mQ, self.tile_m, thread, WARPGROUP, lanes)
-            QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
+            if cutlass.const_expr(not self.key.fp8_q):
+                cute.arch.setmaxregister_decrease(self.registers.dequant)
+                thread = cute.arch.thread_idx()[0] % WARPGROUP
+                lanes = QUERY_LANES if self.dims % (QUERY_LANES * VECTOR) == 0 else QUERY_LANES // 2
+                queries = Queries(self, loads.mQ, self.tile_m, thread, WARPGROUP, lanes)
+                QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MMA_WARP:
                 MmaWarp(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
             if warp == LOAD_WARP:
-                Fp8LoadWarp(
-                    self, work_pipeline, barriers, loads, sQ, kv_stages.sK_bytes, kv_stages.sV_bytes, requests
+                load_warp = QuantizedQueryLoadWarp if self.key.fp8_q else Fp8LoadWarp
+                load_warp(
+                    self, work_pipeline, barriers, loads, sQ_bytes, kv_stages.sK_bytes, kv_stages.sV_bytes, requests
                 ).run()
             if warp == SCHEDULER_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()

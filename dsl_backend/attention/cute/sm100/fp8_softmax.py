@@ -25,7 +25,7 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
         sQScale: (row, stage), of the quantized Q.
     """
 
-    def __init__(self, sQScale: cute.Tensor, *args: Any) -> None:
+    def __init__(self, sQScale: cute.Tensor | None, *args: Any) -> None:
         super().__init__(*args)
         self.sQScale, self.q_scale = sQScale, cute.make_rmem_tensor(1, cutlass.Float32)
 
@@ -88,3 +88,16 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
             half = len(words) // 2
             return sum_of_e4m3(words[:half]), sum_of_e4m3(words[half:])
         return tree_reduce(list(zip(probs[::2], probs[1::2], strict=True)), add_pair)
+
+
+class QuantizedQuerySoftmaxWarps(Fp8SoftmaxWarps):
+    """As Fp8SoftmaxWarps, of queries that arrive in e4m3. Their scale is a factor of the softmax scale."""
+
+    def begin_q(self, count: cutlass.Int32) -> None:
+        """Nothing: rows have no scales of their own."""
+
+    def scale_log2(self) -> cutlass.Float32:
+        return self.score_mod.softmax_scale_log2
+
+    def scaled_by_q(self, scores: list[cutlass.Float32]) -> list[cutlass.Float32]:
+        return scores

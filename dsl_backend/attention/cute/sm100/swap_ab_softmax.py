@@ -368,7 +368,8 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        out_scale, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, work.head_block))
+        v_scale = v_scale_of(self.key, self.scoring, work.head_block, work.kv_source)
+        out_scale, row_lse = finalize(row_max, row_sum, sink, v_scale)
         if cutlass.const_expr(self.key.lse):
             mLSE = self.lse
             if row < work.num_rows:

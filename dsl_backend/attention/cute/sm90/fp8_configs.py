@@ -83,7 +83,9 @@ class Fp8Config:
 
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a CTA."""
-        q_bytes = spec.dtype.itemsize * self.query_stages * self.tile_m * max(spec.head_dim, spec.head_dim_v)
+        q_bytes = self.query_stages * self.tile_m * spec.head_dim
+        if not spec.is_fp8_q:
+            q_bytes = spec.dtype.itemsize * self.query_stages * self.tile_m * max(spec.head_dim, spec.head_dim_v)
         kv_bytes = self.stages * self.tile_n * (spec.head_dim + 2 * spec.head_dim_v)
         return q_bytes + kv_bytes + MBARRIER_BYTES * 2 * (self.query_stages + 3 * self.stages) + WORK_TILE_SMEM_BYTES
 

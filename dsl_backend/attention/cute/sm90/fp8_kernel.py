@@ -2,7 +2,8 @@
 """Attention forward for SM90 with products in 8 bits, for long queries over an e4m3 cache.
 
 As in FlashAttention-3's fp8 forward (Shah et al., 2024): K is used as it is stored, V is transposed in shared memory,
-and P is rounded to e4m3. Q arrives in 16 bits, and MMA warps quantize it. Two warps beside the load warp transpose V.
+and P is rounded to e4m3. Q arrives in 16 bits, and MMA warps quantize it; or in e4m3, and they take it as it is. Two
+warps beside the load warp transpose V.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
 from dsl_backend.attention.cute.dequant import tma_barriers
-from dsl_backend.attention.cute.fp8_smem import fp8_box, fp8_tensors
+from dsl_backend.attention.cute.fp8_smem import Fp8Tiles, fp8_tensors
 from dsl_backend.attention.cute.loader.dense import LoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -23,7 +24,7 @@ from dsl_backend.attention.cute.sizes import WARPGROUP, fp8_chunk
 from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, Barriers, fp8_mbar_arrays
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP, DenseForward
 from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
-from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer, e4m3_mma
+from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer, QuantizedQueryMmaConsumer, e4m3_mma
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.attention.cute.transpose import TransposeWarps
 from dsl_backend.primitives import dependent_launch
@@ -35,10 +36,12 @@ FIRST_TRANSPOSE_WARP = 2
 class Fp8Key(LayerKey):
     """All that the kernel's code depends on."""
 
+    reads_fp8_q = True
+
     config: Fp8Config
 
 
-class Fp8Forward(DenseForward):
+class Fp8Forward(Fp8Tiles, DenseForward):
     """As DenseForward, without split-KV; keys and values are e4m3. Late claims of it are not timed."""
 
     late_claims = False
@@ -50,9 +53,6 @@ class Fp8Forward(DenseForward):
     def tiled_mmas(self) -> TiledMmas:
         groups, registers = (self.config.groups, 1, 1), warpgroup.OperandSource.RMEM
         return TiledMmas(e4m3_mma(self.tile_n, registers, groups), e4m3_mma(self.dims_v, registers, groups))
-
-    def key_box(self, width: int):
-        return fp8_box(self.box, width)
 
     @cute.kernel
     def kernel(
@@ -67,8 +67,11 @@ class Fp8Forward(DenseForward):
         config = self.config
         q_layout = self.query_tiles(self.dims)
         allocator = cutlass.utils.SmemAllocator()
-        q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
-        sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
+        if cutlass.const_expr(self.key.fp8_q):
+            sQ, _ = fp8_tensors(allocator, self.tile_m, self.dims, config.query_stages)
+        else:
+            q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
+            sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
         sK_tma, sK = fp8_tensors(allocator, self.tile_n, self.dims, config.stages)
         sV_tma, _ = fp8_tensors(allocator, self.tile_n, self.dims_v, config.stages)
         sVt_bytes, sVt = fp8_tensors(allocator, self.dims_v, self.tile_n, config.stages)
@@ -99,7 +102,8 @@ class Fp8Forward(DenseForward):
                 TransposeWarps(self, work_pipeline, barriers, sV_tma, sVt_bytes, widths, requests, transposer).run()
         else:
             cute.arch.setmaxregister_increase(self.mma_registers)
-            Fp8MmaConsumer(
+            consumer = QuantizedQueryMmaConsumer if self.key.fp8_q else Fp8MmaConsumer
+            consumer(
                 self,
                 work_pipeline,
                 mmas,

@@ -231,3 +231,25 @@ class Fp8MmaConsumer(MmaConsumer):
 
     def row_stats(self, row: int) -> tuple[cutlass.Float32, cutlass.Float32]:
         return self.softmax.row_stats(row)
+
+
+class QuantizedQueryMmaConsumer(Fp8MmaConsumer):
+    """As Fp8MmaConsumer, of queries that arrive in e4m3. Their scale is a factor of the softmax scale.
+
+    Q stays in registers: read from shared memory, it would be a seventh more of what MMAs read there.
+    """
+
+    @cute.jit
+    def begin_q(self, q_stage: cutlass.Int32):
+        """Load the thread's part of Q; sQ has bytes."""
+        if cutlass.const_expr(self.acc_O_total is not None):
+            self.acc_O_total.fill(0.0)
+        # Scores are multiplied by it: a factor that the compiler leaves out.
+        self.softmax.q_scale.fill(1.0)
+        words, sQ = words_of(self.tSrQ), self.sQ[None, None, q_stage]
+        quad = cute.make_rmem_tensor(4, cutlass.Uint8)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            for i in cutlass.range_constexpr(self.kernel.dims // 16):
+                block = cute.local_tile(sQ, (1, 4), (self.row + 8 * row, self.column // 2 + 4 * i))
+                cute.autovec_copy(cute.group_modes(block, 0, 2), quad)
+                words[i // 2 * 4 + i % 2 * 2 + row] = cute.recast_tensor(quad, cutlass.Int32)[0]
