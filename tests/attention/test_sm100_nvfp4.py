@@ -14,7 +14,6 @@ pytest.importorskip("cutlass")
 import emulator
 from dsl_backend.attention.cute import dequant, host
 from dsl_backend.attention.cute.fake_args import fake_args
-from dsl_backend.attention.cute.sm100 import nvfp4_kernel
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig, default_config, default_split_config
 from dsl_backend.attention.cute.sm100.dense_host import (
     Prefill,
@@ -108,10 +107,6 @@ MISTAKES: dict[type, tuple[tuple[str, str, str], ...]] = {
             "self.scale_index(i), (stage + 1) % self.dequant_stages",
         ),
         ("the scale of the first rows", "self.first_scale + self.scale_of_row(row)", "self.first_scale"),
-    ),
-    nvfp4_kernel.Nvfp4LoadWarp: (
-        ("scales of keys for those of values", "self.mVScales,", "self.mKScales,"),
-        ("scales of the tile before", "            n_block,\n", "            n_block - 1,\n"),
     ),
 }
 FOUND_AT_EVERY_CHANGE = ("nibbles are swapped", "the scale of the neighbour block")
