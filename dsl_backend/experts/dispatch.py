@@ -17,14 +17,12 @@ VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
 SCALED = ("cute-scaled", "cute-scaled-sm100", "cute-block-scaled")
 ALIGNMENT = {"cute": 16, **dict.fromkeys(SCALED, 16), **{f"cute-{kind.value}": 16 for kind in Kind}}
-# Rows of MXFP4 weights: TMA unpacks 128 elements at a time, those behind a row's last one are part of its padding.
-UNPACKED_BYTES = 64
 
 
 def weight_alignment(name: str, spec: ExpertsSpec) -> int:
     """Bytes that a kernel's rows of weights start at multiples of."""
     if name == "cute-block-scaled" and spec.weight == MXFP4:
-        return UNPACKED_BYTES
+        return block_scaled_configs.UNPACKED_BYTES
     return ALIGNMENT.get(name, 1)
 
 

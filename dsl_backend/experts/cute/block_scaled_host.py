@@ -9,9 +9,8 @@ from cutlass import Float32, Int32, Uint8, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.checks import require
-from dsl_backend.experts import dispatch
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
-from dsl_backend.experts.block_scaled_configs import choose, products
+from dsl_backend.experts.block_scaled_configs import UNPACKED_BYTES, choose, products
 from dsl_backend.experts.configs import ExpertsConfig
 from dsl_backend.experts.cute import host
 from dsl_backend.experts.cute.block_scaled_layer import BlockScaledExpertsKey, BlockScaledExpertsLayer
@@ -58,7 +57,7 @@ def fake_args(key: BlockScaledExpertsKey) -> ScaledExpertsArgs:
     half_hidden, half_width = (cute.sym_int(divisibility=ALIGNMENT) for _ in range(2))
     row_hidden, row_width = half_hidden, half_width
     if key.weight == MXFP4:
-        row_hidden, row_width = (cute.sym_int(divisibility=dispatch.UNPACKED_BYTES) for _ in range(2))
+        row_hidden, row_width = (cute.sym_int(divisibility=UNPACKED_BYTES) for _ in range(2))
     whole = packed > 1
     scales = ExpertsScales(
         w13=fake_scale(key.num_experts),
@@ -135,7 +134,7 @@ def as_bytes(operands: ExpertsOperands, kind: ScaledFormat) -> ExpertsOperands:
 def with_padding(weight: torch.Tensor) -> torch.Tensor:
     """MXFP4 weights [E, rows, bytes] whose rows end where TMA stops reading, which is before the next row begins."""
     experts, rows, width = weight.shape
-    missing = -width % dispatch.UNPACKED_BYTES
+    missing = -width % UNPACKED_BYTES
     if not missing:
         return weight
     end = weight.storage_offset() + (experts - 1) * weight.stride(0) + (rows - 1) * weight.stride(1) + width + missing
