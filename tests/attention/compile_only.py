@@ -66,6 +66,8 @@ ATTENTION: tuple[Case, ...] = (
         **MIXED,
         why="converted queries; bytes where e4m3 has no instruction; scales of each request",
     ),
+    Case(id="nvfp4", dim=128, nvfp4=True, **MIXED, why="elements of 4 bits and scales of blocks"),
+    Case(id="nvfp4-step", dim=128, nvfp4=True, **STEP, why="the same at a decode step"),
     Case(id="fp8-80", dim=80, fp8=True, **MIXED, why="a padded fp8 block"),
     mla(16, id="mla-16", q_lens=(1, 1), kv_lens=(64, 70), why="DeepSeek-V2-Lite's heads"),
     mla(128, id="mla-128", q_lens=(1, 1), kv_lens=(64, 70), why="DeepSeek-V3's heads: the largest tile"),
@@ -83,6 +85,7 @@ ATTENTION: tuple[Case, ...] = (
 WRITES: tuple[WriteCase, ...] = (
     WriteCase(id="write", why="a copy"),
     WriteCase(id="write-fp8", fp8=True, why="rounding to e4m3, in bits where there is no instruction"),
+    WriteCase(id="write-nvfp4", nvfp4=True, why="rounding to e2m1, and scales of blocks"),
     WriteCase(id="write-mla", heads=1, dim=512, dim_v=64, mla=True, why="the widest row"),
 )
 ROPES: tuple[RopeCase | MLARopeCase, ...] = (
@@ -158,11 +161,13 @@ def write(case: WriteCase, target: Target) -> Iterator[Compiled]:
 
     rows = torch.zeros(case.tokens, case.heads, case.dim, dtype=case.dtype)
     rows_v = torch.zeros(case.tokens, case.heads, case.dim_v, dtype=case.dtype)
-    cache = torch.zeros(case.pages, case.page, case.heads, case.dim + case.dim_v, dtype=case.spec.kv_dtype)
+    kv = case.spec.kv
+    widths = kv.width(case.dim), kv.width(case.dim_v)
+    cache = torch.zeros(case.pages, case.page, case.heads, sum(widths), dtype=case.spec.kv_dtype)
     slots = torch.zeros(case.tokens, dtype=torch.int64)
-    scales = (torch.ones(1), torch.ones(1)) if case.fp8 else (None, None)
+    scales = (torch.ones(1), torch.ones(1)) if case.fp8 or case.nvfp4 else (None, None)
     with gpu(target) as stand_in:
-        write_kv(target, rows, rows_v, cache[..., : case.dim], cache[..., case.dim :], slots, *scales)
+        write_kv(target, rows, rows_v, *cache.split(widths, dim=-1), slots, *scales)
     for name, kernel, seconds in stand_in.calls:
         yield Compiled(case=case.id, kernel=name, shared=kernel.metadata.shared, seconds=seconds)
 

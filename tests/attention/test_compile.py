@@ -26,6 +26,8 @@ CI = {
     "sm_89": ("mla-128", "mla-drafts-fp8", "per-request", "rope-mla-fp8"),
     "sm_90a": (
         "dense-80",
+        "nvfp4",
+        "write-nvfp4",
         "mla-prefill",
         "mla-128",
         "mla-128-fp8",
