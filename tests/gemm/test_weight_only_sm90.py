@@ -18,7 +18,7 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import BF16
 from tests.machine_code import found
 
-TIMED = Path(__file__).parents[2] / "docs/data/h200-weight-only.jsonl"
+TIMED = Path(__file__).parents[2] / "docs/data/h200-weight-only-peers.jsonl"
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED_IN_REST, FUZZED_IN_FULL = 6, 60
 QUICK = ("w4-zero-points", "w8-split", "w4-special")
