@@ -64,6 +64,7 @@ class TiledMla:
     Attributes:
         most_boxes: of Q in a tile, at most.
         box_tokens: tokens of a box of Q.
+        q_itemsize: bytes of an element of Q as TMA copies it.
         rows_loaded: rows of Q that are loaded for every work tile. The others hold zeros, or earlier queries.
         few_rows_chunk: elements from a chunk of Q to the next one, in a work tile of up to `key.smem_fold_rows` rows.
         mma_commits_late: tcgen05.commit signals that K was read, at a time when the peer's load warp may have ended.
@@ -77,6 +78,7 @@ class TiledMla:
 
     most_boxes = 1
     mma_commits_late = False
+    q_itemsize = 2
 
     def __init__(self, key: MlaKey):
         self.key: Any = key
