@@ -16,8 +16,8 @@ from dsl_backend.runtime.target import Target
 # Rows of weights of a box of the second product, widest first; the first one's boxes have 128 rows, whose factors lie
 # together. Arithmetic, none of it timed.
 SECOND_BOXES = (128, 64)
-# Rows of MXFP4 weights start at multiples of so many bytes: TMA unpacks 128 elements at a time, those behind a row's last
-# one are part of its padding.
+# Rows of MXFP4 weights start at multiples of so many bytes: TMA unpacks 128 elements at a time, those behind a row's
+# last one are part of its padding.
 UNPACKED_BYTES = 64
 
 
