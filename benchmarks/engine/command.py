@@ -28,6 +28,7 @@ CACHE_TOKENS = QUICK_TOKENS * 5 // 4
 ENGINE_BYTES = 6e9
 # Each size is captured twice, for prefill and decode; vLLM's default is 51 sizes.
 GRAPH_SIZES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+MOST_GRAPH_ROWS = 512  # by vLLM's default
 
 
 @dataclass
@@ -222,9 +223,16 @@ def engine_arguments(shape: Shape, options: argparse.Namespace) -> dict[str, Any
         "kv_cache_memory_bytes": CACHE_TOKENS * shape.token_bytes,
         # vLLM demands this share of free memory before it reads the line above, and engines start side by side.
         "gpu_memory_utilization": 0.1,
-        "compilation_config": {"cudagraph_capture_sizes": GRAPH_SIZES},
+        "compilation_config": {"cudagraph_capture_sizes": graph_sizes(options.engine)},
     }
     return (quick if options.quick else {}) | options.engine
+
+
+def graph_sizes(engine: Mapping[str, Any]) -> list[int]:
+    """Rows of steps that the quick form captures. With drafts each request has a row for each of them and one more."""
+    drafts = (engine.get("speculative_config") or {}).get("num_speculative_tokens", 0)
+    verified = {rows for size in GRAPH_SIZES if (rows := size * (1 + drafts)) <= MOST_GRAPH_ROWS}
+    return sorted({*GRAPH_SIZES, *verified})
 
 
 def measured(

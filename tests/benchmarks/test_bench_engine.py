@@ -174,6 +174,13 @@ def test_a_scenario_without_a_quick_form() -> None:
         choose("long-b32", small=False, quick=True)
 
 
+def test_steps_with_drafts_have_graphs() -> None:
+    assert command.graph_sizes({}) == command.GRAPH_SIZES
+    assert command.graph_sizes({"speculative_config": None}) == command.GRAPH_SIZES
+    with_drafts = command.graph_sizes({"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}})
+    assert with_drafts == [1, 2, 4, 5, 8, 10, 16, 20, 32, 40, 64, 80, 128, 160, 256, 320]
+
+
 def test_who_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both models of the quick form fit twice into an H100, but three engines do not."""
     monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)

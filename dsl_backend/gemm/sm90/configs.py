@@ -271,8 +271,8 @@ GATED_SPLIT_K = (
     ),
 )
 GEMMS = (
-    # Bands of 4 rows of tiles: 2 to 5 % faster than of 8 in five of seven layers with 2048 to 16384 rows on an H200, and
-    # within 1 % in the others (docs/performance.md).
+    # Bands of 4 rows of tiles: 2 to 5 % faster than of 8 in five of seven layers with 2048 to 16384 rows on an H200,
+    # and within 1 % in the others (docs/performance.md).
     GemmConfig(tile_m=128, box_n=128, cluster=2, band=4),
     GemmConfig(tile_m=128, box_n=112, cluster=2),
     *(GemmConfig(tile_m=128, box_n=box_n, cluster=2, pingpong=True) for box_n in (96, 88, 80, 72, 56)),
