@@ -14,6 +14,7 @@ pytest.importorskip("cutlass")
 import emulator
 from dsl_backend.attention.cute import dequant, host
 from dsl_backend.attention.cute.fake_args import fake_args
+from dsl_backend.attention.cute.sm100 import nvfp4_kernel
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig, default_config, default_split_config
 from dsl_backend.attention.cute.sm100.dense_host import (
     Prefill,
@@ -150,6 +151,28 @@ def test_a_mistake_is_found(
 ) -> None:
     module = sys.modules[right.__module__]
     spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run(1)
+
+
+# What TMA reads is the atom's: its coordinates of keys are those of values.
+OF_VALUES, OF_KEYS = (f"self.tma_atom_{of}_scales,\n            self" for of in "vk")
+INTO_STAGE = (
+    "self.dims,\n            range(1),\n            work,\n            n_block,\n            pages,\n            stage"
+)
+MISTAKES_OF_LOADS = (
+    ("scales of keys for those of values", OF_VALUES, OF_KEYS),
+    ("scales into another stage", INTO_STAGE, INTO_STAGE.removesuffix("stage") + "(stage + 1) % 2"),
+)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("mistake", MISTAKES_OF_LOADS, ids=lambda mistake: mistake[0])
+def test_a_mistake_of_the_load_warp_is_found(
+    mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = spoilt(Mistake(mistake[0], nvfp4_kernel, *mistake[1:]), tmp_path)
+    monkeypatch.setattr(nvfp4_kernel.Nvfp4Forward, "load_warp", wrong.Nvfp4LoadWarp)
     with pytest.raises((AssertionError, EmulatorError)):
         run(1)
 
