@@ -18,6 +18,9 @@ VECTOR = 8
 SCALED = ("cute-scaled", "cute-scaled-sm100", "cute-block-scaled")
 ALIGNMENT = {"cute": 16, **dict.fromkeys(SCALED, 16), **{f"cute-{kind.value}": 16 for kind in Kind}}
 
+# Kernels whose grouped GEMMs add to the output where `ExpertsSpec.may_add`; for few tokens the sum is in order.
+ADDING = ("cute", "cute-grouped", "cute-overlapped")
+
 
 def weight_alignment(name: str, spec: ExpertsSpec) -> int:
     """Bytes that a kernel's rows of weights start at multiples of."""

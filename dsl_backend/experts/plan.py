@@ -17,6 +17,8 @@ class ExpertsPlan:
     Attributes:
         title: of the kernel, as the dispatch table has it.
         alignment: bytes that rows of x and out start at multiples of; weight_alignment: those of weights.
+        adds: grouped GEMMs add up a token's experts by atomic operations. What else serves the plan keeps their order:
+            kernels for few tokens, which `cute` takes by itself, and all kernels where this is false.
         layouts: of operands that were checked.
 
     Args:
@@ -31,6 +33,7 @@ class ExpertsPlan:
         self.spec, self.target, self.workspace = spec, target, workspace
         self.title, self.alignment = entry.title, dispatch.ALIGNMENT.get(entry.name, 1)
         self.weight_alignment = dispatch.weight_alignment(entry.name, spec)
+        self.adds = spec.may_add and entry.name in dispatch.ADDING
         self.layouts: set[object] = set()
         self._launch: Launch = entry.load()(spec, target, workspace)
 

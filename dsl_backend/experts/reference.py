@@ -44,12 +44,20 @@ def exact(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype = tor
     Scales of a quantised x are float32 in any arithmetic.
     """
     out = torch.zeros(operands.x.shape, dtype=dtype, device=operands.x.device)
+    for tokens, made in results_of(spec, operands, dtype):
+        out.index_add_(0, tokens, made)
+    return out + shared(spec, operands, dtype) if spec.shared_experts else out
+
+
+def results_of(
+    spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens, what is added to their rows of the output) of each routed expert that has tokens, in such arithmetic."""
     for part in parts_of(spec, operands, dtype):
         bias = None if operands.w2_bias is None else operands.w2_bias[part.expert].to(dtype)
         weight = weight_of(spec, operands, "w2", part.expert, dtype)
         made = torch.nn.functional.linear(requantized(spec, part.hidden, operands.scales), weight, bias)
-        out.index_add_(0, part.tokens, made if part.scale is None else made * part.scale)
-    return out + shared(spec, operands, dtype) if spec.shared_experts else out
+        yield part.tokens, made if part.scale is None else made * part.scale
 
 
 def shared(spec: ExpertsSpec, operands: ExpertsOperands, dtype: torch.dtype) -> torch.Tensor:

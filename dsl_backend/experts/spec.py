@@ -60,6 +60,9 @@ class ExpertsSpec:
         weight: format of w13 and w2: BLOCK_SCALED, ROW_SCALED (a scale for each output channel), MXFP8, MXFP4, NVFP4,
             or None in `dtype`.
         x: format of x as it is given: `activations`, or None in `dtype`; None with MXFP8, MXFP4 and NVFP4.
+        deterministic: a token's experts are added in the order of its slots, with one rounding. Otherwise kernels may
+            add them in any order by atomic operations, each of which rounds to `dtype`; those without such a form keep
+            the order.
     """
 
     num_experts: int
@@ -78,6 +81,7 @@ class ExpertsSpec:
     shared_weight: float = 1.0
     weight: ScaledFormat | None = None
     x: ScaledFormat | None = None
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         checks.integer("num_experts", self.num_experts, 1, MAX_EXPERTS)
@@ -86,7 +90,7 @@ class ExpertsSpec:
         checks.integer("topk", self.topk, 1, MAX_TOPK)
         checks.dtype("dtype", self.dtype, DTYPES)
         checks.dtype("ids_dtype", self.ids_dtype, ID_DTYPES)
-        for name in ("interleaved", "w13_bias", "w2_bias"):
+        for name in ("interleaved", "w13_bias", "w2_bias", "deterministic"):
             checks.flag(name, getattr(self, name))
         checks.require(
             isinstance(self.activation, (Swiglu, Geglu)),
@@ -165,6 +169,11 @@ class ExpertsSpec:
         return self.num_experts + self.shared_experts
 
     @property
+    def may_add(self) -> bool:
+        """Whether grouped GEMMs add to the output by atomic operations, instead of a sum in order."""
+        return not self.deterministic and self.weight is None and not self.shared_experts
+
+    @property
     def mma_scaled(self) -> bool:
         """Whether scales are factors of SM100's matrix products."""
         return self.weight is not None and self.weight.swizzled
@@ -182,6 +191,7 @@ class ExpertsSpec:
             ("an expert map", self.global_experts is not None),
             (f"weights in {self.weight}", self.weight is not None),
             (f"x in {self.x}", self.x is not None),
+            ("sums in any order", not self.deterministic),
             (f"router weights on {self.router_weights.value}", self.router_weights is not RouterWeights.OUTPUT),
         )
         extras = [text for text, has in facts if has]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectorised copies between global memory and registers, zero-fill of shared memory, and stores to a peer CTA."""
+"""Vectorised copies between global memory and registers, sums to it, zero-fill of shared memory, stores to a peer."""
 
 from collections.abc import Sequence
 
@@ -35,6 +35,26 @@ def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor
 def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
     """Store one vector to global memory; fragment [elements]."""
     cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))
+
+
+@cute.jit
+def add_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
+    """Add 8 elements of 16 bits to a vector of global memory; each one is atomic, and rounded. Arguments as above."""
+    words = cute.recast_tensor(fragment, cutlass.Int32)
+    kind = cutlass.const_expr("bf16x2" if base.dtype is cutlass.BFloat16 else "f16x2")
+    address = base.toint() + cutlass.Int64(offset) * (base.dtype.width // 8)
+    add_words(address, [words[i] for i in range(VECTOR_BYTES // 4)], kind)
+
+
+@dsl_user_op
+def add_words(address: cutlass.Int64, words: list, kind: str, *, loc=None, ip=None) -> None:
+    """red.add of four words of two numbers each (PTX ISA 9.2, 9.7.13.6)."""
+    cute.arch.inline_ptx(
+        f"red.relaxed.gpu.global.add.noftz.v4.{kind} [{{$r0}}], {{ {{$r1}}, {{$r2}}, {{$r3}}, {{$r4}} }};",
+        read_only_args=[cutlass.Int64(address), *words],
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op

@@ -47,6 +47,7 @@ class ExpertsCase:
         weight: format of the weights; None is `dtype`.
         x_given: x is given in the format of what such weights are multiplied with.
         shared, shared_weight: shared experts.
+        deterministic: a token's experts are added in order.
     """
 
     tokens: int
@@ -71,6 +72,7 @@ class ExpertsCase:
     x_given: bool = False
     shared: int = 0
     shared_weight: float = 1.0
+    deterministic: bool = True
     seed: int = 0
 
     @property
@@ -96,6 +98,7 @@ class ExpertsCase:
             shared_weight=self.shared_weight,
             weight=self.weight,
             x=ACTIVATIONS_OF[self.weight] if self.weight is not None and self.x_given else None,
+            deterministic=self.deterministic,
         )
 
 
@@ -263,6 +266,21 @@ def mma_bounds(
     return found.amin(0), found.amax(0)
 
 
+def of_additions(spec: ExpertsSpec, given: ExpertsOperands) -> torch.Tensor:
+    """How far the output [M, H] may be off where each addition to it rounds to its dtype.
+
+    A token's n results are rounded, and n - 1 sums of them, each of which is at most the sum of their magnitudes.
+    """
+    off = torch.zeros(given.out.shape, dtype=torch.float64, device=given.out.device)
+    if not spec.may_add:
+        return off
+    counts = off.new_zeros(len(off), 1)
+    for tokens, made in reference.results_of(spec, given, torch.float64):
+        off.index_add_(0, tokens, made.abs())
+        counts.index_add_(0, tokens, counts.new_ones(len(tokens), 1))
+    return off.nan_to_num(0.0, 0.0, 0.0) * counts * (torch.finfo(spec.dtype).eps / 2)
+
+
 def judge(case: ExpertsCase, given: ExpertsOperands) -> None:
     """Check that the error of `given.out` is within budget, and that nothing between its rows was written."""
     exact = reference.exact(case.spec, given)
@@ -271,6 +289,7 @@ def judge(case: ExpertsCase, given: ExpertsOperands) -> None:
     # Values that overflow the output's type become infinities.
     exact = torch.where(rounded.isinf(), rounded, exact)
     budget = error_budget(case.dtype, exact, naive) + per_row(of_neighbours(case.spec, given))
+    budget = budget[:, None] + of_additions(case.spec, given)
     assert_same_non_finite(given.out, exact, str(case))
     assert_errors_fit(given.out, exact, budget, str(case))
     stride = case.hidden + case.pad_out

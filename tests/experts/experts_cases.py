@@ -25,6 +25,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
     ACTIVATIONS,
     CASES,
+    F16,
     PLAIN,
     SHARED,
     SHARED_CASES,
@@ -237,6 +238,19 @@ EMULATED = [
 ]
 
 
+# Whose second product adds to the output.
+ADDED = replace(MANY, padding=0.2, biases=True, pad_out=24, deterministic=False)
+ADDING = [
+    Emulated(
+        id="added", why="weights behind the bias; tokens without an expert; rows apart", case=ADDED, config="split"
+    ),
+    Emulated(
+        id="added-overlap",
+        why="float16, without weights; the second product starts before the output is cleared",
+        case=replace(ADDED, dtype=F16, router_weights=RouterWeights.NONE, routing="one", topk=1, num_experts=2),
+        config="overlap",
+    ),
+]
 LONG = replace(PLAIN, tokens=7, num_experts=5, hidden=520, width=200, topk=2)
 DECODED = [
     Emulated(id="plain", why="all edges ragged", case=PLAIN, config="deep", decodes=True),
@@ -351,7 +365,7 @@ def random_emulated(seed: int) -> Emulated:
     return Emulated(
         id=f"fuzz-{seed}",
         why="any",
-        case=some_shared(random_case(draw, 150), seed),
+        case=replace(some_shared(random_case(draw, 150), seed), deterministic=seed % 4 != 1),
         config=config,
         routing_ctas=draw.choice((1, 1, 2, 5)),
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_cases import EMULATED, SCHEDULES, SEEDS, TARGETS, Emulated, emulate, in_turn, random_emulated
+from experts_cases import ADDING, EMULATED, SCHEDULES, SEEDS, TARGETS, Emulated, emulate, in_turn, random_emulated
 
 from dsl_backend.experts.configs import TILES, ExpertsConfig, fitting, products
 from dsl_backend.testing.experts import ExpertsCase
@@ -15,6 +15,12 @@ ARCH = "sm_100a"
 
 @pytest.mark.parametrize(("one", "schedule"), in_turn(EMULATED, ("split",)))
 def test_case(one: Emulated, schedule: str) -> None:
+    emulate(one, schedule, seed=1, arch=ARCH)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("one", ADDING, ids=lambda one: one.id)
+def test_sums_by_atomic_operations(one: Emulated, schedule: str) -> None:
     emulate(one, schedule, seed=1, arch=ARCH)
 
 

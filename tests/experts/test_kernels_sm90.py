@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experts_cases import EMULATED, SCHEDULES, SEEDS, TARGET, Emulated, emulate, in_turn, random_emulated
+from experts_cases import ADDING, EMULATED, SCHEDULES, SEEDS, TARGET, Emulated, emulate, in_turn, random_emulated
 
 from dsl_backend.experts.configs import TILES, ExpertsConfig, fitting, products
 from dsl_backend.testing.experts import ExpertsCase
@@ -13,6 +13,12 @@ from dsl_backend.testing.experts import ExpertsCase
 
 @pytest.mark.parametrize(("one", "schedule"), in_turn(EMULATED, ("split", "pingpong", "shared")))
 def test_case(one: Emulated, schedule: str) -> None:
+    emulate(one, schedule, seed=1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("one", ADDING, ids=lambda one: one.id)
+def test_sums_by_atomic_operations(one: Emulated, schedule: str) -> None:
     emulate(one, schedule, seed=1)
 
 

@@ -9,12 +9,13 @@ import pytest
 pytest.importorskip("cutlass")
 
 from cutlass.cute.runtime import make_fake_stream
-from experts_cases import EMULATED, MANY, SMS, TARGET, Emulated
+from experts_cases import ADDING, EMULATED, MANY, SMS, TARGETS, Emulated
 
 import emulator
 from dsl_backend.experts.cute import combine, grouped, host, layer, routing
 from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.sm90 import grouped as sm90_grouped
+from dsl_backend.experts.cute.sm100 import grouped as sm100_grouped
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.workspace import Workspace
@@ -34,6 +35,9 @@ SHARED = KNOWN["shared"]
 SPREAD = replace(RAGGED, routing_ctas=3)
 # Of the second consumer, which has no rows in a short tile; not the warp that releases its stages.
 LATE_WARP = 5
+ADDED = ADDING[0]
+CLEARED_SM90 = "self.clear_output(params, cute.arch.thread_idx()[0], CONSUMERS * WARPGROUP)"
+CLEARED_SM100 = "self.clear_output(params, cute.arch.thread_idx()[0], WARPGROUP)"
 BARRIER = "cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)"
 MISTAKES = [
     (RAGGED, Mistake("x is not fenced", grouped, "cp_async(WARPGROUP)", "type(cp_async(1))(WARPGROUP + 1)")),
@@ -79,7 +83,12 @@ MISTAKES = [
         Mistake("bytes of whole tiles", grouped, "ceil_div(work.rows, TAIL_ROWS) * (", "ceil_div(128, TAIL_ROWS) * ("),
     ),
     (RAGGED, Mistake("a row too many", sm90_grouped, "top + row < work.rows and", "top + row <= work.rows and")),
-    (RAGGED, Mistake("results in the order of rows", sm90_grouped, "targets[i] = params.mPairs[targets[i]]", "pass")),
+    (
+        RAGGED,
+        Mistake(
+            "results in the order of rows", sm90_grouped, "targets[i] = self.target_row(params, targets[i])", "pass"
+        ),
+    ),
     (RAGGED, Mistake("columns beyond the end", sm90_grouped, " and column < params.mOut.shape[1]:", ":")),
     (ORDER, Mistake("consumers out of order", sm90_grouped, "self.await_order(tile, group)", "pass")),
     (
@@ -109,7 +118,15 @@ MISTAKES = [
             "self.store_rows",
         ),
     ),
-    (KNOWN["input-weights"], Mistake("scales of other rows", sm90_grouped, "scales[i // 2]", "scales[i % 2]")),
+    (
+        KNOWN["input-weights"],
+        Mistake(
+            "scales of other rows",
+            sm90_grouped,
+            "[i // 2] for i, value in enumerate(values)",
+            "[i % 2] for i, value in enumerate(values)",
+        ),
+    ),
     (
         KNOWN["overlap"],
         Mistake(
@@ -248,25 +265,61 @@ MISTAKES = [
             "cutlass.Int32(slots.experts)",
         ),
     ),
+    # Sums by atomic operations.
+    (ADDED, Mistake("sums are stored", grouped, "cutlass.const_expr(self.adds > 0)", "cutlass.const_expr(False)")),
+    (ADDED, Mistake("rows of one CTA are cleared", grouped, "rows, cute.arch.grid_dim()[0]", "rows, rows")),
+    (ADDED, Mistake("columns of a round are cleared", grouped, "range(thread, columns // elements", "range(thread, 1")),
+    (ADDED, Mistake("sums of cleared rows side by side", grouped, "params.mCleared.stride[0] +", "columns +")),
+    (ADDED, Mistake("sums of pairs", grouped, "params.mPairs[row] // self.adds if", "params.mPairs[row] if")),
+    (ADDED, Mistake("the output is not cleared", sm90_grouped, CLEARED_SM90, "pass")),
+    (
+        ADDED,
+        Mistake("half of the output is cleared", sm90_grouped, CLEARED_SM90, CLEARED_SM90.replace("[0]", "[0] * 2")),
+    ),
+    (ADDED, Mistake("weights are forgotten", sm90_grouped, "if cutlass.const_expr(self.weighted):", "if False:")),
+    (ADDED, Mistake("the output is not cleared (SM100)", sm100_grouped, CLEARED_SM100, "pass")),
+    (ADDED, Mistake("weights are forgotten (SM100)", sm100_grouped, "if self.weighted:", "if False:")),
+    (
+        ADDED,
+        Mistake(
+            "weights of rows (SM100)",
+            sm100_grouped,
+            "params.mScale[params.mPairs[row]]",
+            "params.mScale[row]",
+        ),
+    ),
+    (
+        ADDED,
+        Mistake("results in the order of rows (SM100)", sm100_grouped, "row = self.target_row(params, row)", "pass"),
+    ),
 ]
-CLASSES = {grouped: "GroupedProduct", sm90_grouped: "GroupedGemm", routing: "Routing", combine: "Combine"}
+CLASSES = {
+    grouped: "GroupedProduct",
+    sm90_grouped: "GroupedGemm",
+    sm100_grouped: "GroupedGemm",
+    routing: "Routing",
+    combine: "Combine",
+}
 
 
-def build(key: ExpertsKey) -> Function:
+def build(key: ExpertsKey, arch: str) -> Function:
     """Compiled anew: kernels in the cache were compiled from other source."""
     args = host.fake_args(key)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    made: Function = toolkit.compiled(layer.layer_of(key, "sm90"), (args.operands.x, args, stream), TARGET.arch, "")
+    target = TARGETS[arch]
+    kernel = layer.layer_of(key, target.kernel_arch or "")
+    made: Function = toolkit.compiled(kernel, (args.operands.x, args, stream), target.arch, "")
     return made
 
 
-def emulate(one: Emulated) -> None:
+def emulate(one: Emulated, arch: str = "sm_90a") -> None:
     """Compile, then run and judge under three orders of events."""
-    spec, config = one.case.spec, one.tiles()
+    spec, config = one.case.spec, one.tiles(arch)
     for schedule, seed in (("lazy", 1), ("random", 1), ("late", LATE_WARP)):
         given = tensors(one.case, "cpu")
-        with emulator.device(arch="sm_90a", sms=SMS, schedule=schedule, seed=seed, strict=True):
-            host.run(build(host.key_of(spec, config)), spec, config, given, one.ctas(), Workspace(given.x.device))
+        with emulator.device(arch=arch, sms=SMS, schedule=schedule, seed=seed, strict=True):
+            function = build(host.key_of(spec, config), arch)
+            host.run(function, spec, config, given, one.ctas(arch), Workspace(given.x.device))
         judge(one.case, given)
 
 
@@ -283,6 +336,7 @@ def test_it_is_found(one: Emulated, mistake: Mistake, tmp_path: Path, monkeypatc
     if mistake.module is grouped:
         spoil_methods(grouped.GroupedProduct, module, monkeypatch)
     else:
-        monkeypatch.setattr(sm90_grouped if mistake.module is sm90_grouped else layer, name, getattr(module, name))
+        owner = mistake.module if mistake.module in (sm90_grouped, sm100_grouped) else layer
+        monkeypatch.setattr(owner, name, getattr(module, name))
     with pytest.raises((EmulatorError, AssertionError)):
-        emulate(one)
+        emulate(one, "sm_100a" if mistake.module is sm100_grouped else "sm_90a")

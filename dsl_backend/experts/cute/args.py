@@ -22,7 +22,7 @@ class ExpertsScratch(NamedTuple):
         counts: int32 [CTAs of the routing, E], rows of each expert among a CTA's pairs.
         pairs: int32 [M k], the pair of each row, in each expert's rows in rising order.
         hidden: [M k, I], the activation's result for each row.
-        made: [M k, H], an expert's result for each pair.
+        made: [M k, H], an expert's result for each pair; missing where these are added to the output at once.
     """
 
     tiles: Any

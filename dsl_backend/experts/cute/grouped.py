@@ -2,8 +2,8 @@
 """What the grouped GEMMs of experts share: work tiles from a list on the device, gathered x, and weights by TMA.
 
 The first product gathers each row of x by its pair's token, with cp.async by four warps, and writes the activation's
-result for the rows in order. The second one loads these rows by TMA and writes each row to its pair's place. Weights
-come by TMA.
+result for the rows in order. The second one loads these rows by TMA and writes each row to its pair's place, or adds it
+to its token's row of the output, which the first one has cleared. Weights come by TMA.
 
 Rows of a tile beyond those of its expert hold what was there before: rows do not mix, and they are not stored.
 """
@@ -25,7 +25,7 @@ from dsl_backend.gemm.tiled import GemmBase
 from dsl_backend.gemm.tiles import GemmTiles
 from dsl_backend.gemm.views import column_slices_view, expert_parts_view, slices_view
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.copy import clear_rows, cp_async_zfill, load_vector
+from dsl_backend.primitives.copy import add_vector, clear_rows, cp_async_zfill, load_vector, store_vector
 from dsl_backend.primitives.pipeline import Edge, Pipeline, cp_async
 from dsl_backend.primitives.schedule import raster
 
@@ -43,8 +43,9 @@ class GroupedParams:
         mX: [tokens, k], or coordinates [rows, k].
         tma_atom_w, mW: copies of [box_n, block_k]; coordinates [n, k, parts, E].
         mBias: [E, parts * n]. mScale: float32 [pairs]. Either may be missing.
-        mOut: [pairs, n].
+        mOut: [pairs, n], or [tokens, n] that rows are added to.
         mPairs, mTiles, mTileCount: see `args.ExpertsScratch`.
+        mCleared: [tokens, columns] that the next product adds to, or missing.
         tma_atom_shared, mShared: as those of mW, of S shared experts, or missing; coordinates [n, k, parts, S].
     """
 
@@ -59,6 +60,7 @@ class GroupedParams:
     mPairs: cute.Tensor
     mTiles: cute.Tensor
     mTileCount: cute.Tensor
+    mCleared: cute.Tensor
     tma_atom_shared: cute.CopyAtom
     mShared: cute.Tensor
 
@@ -124,6 +126,7 @@ class GroupedProduct(GemmBase):
         self.pairs_per_row, self.experts, self.shared = key.pairs_per_row, key.experts, key.shared
         self.prefetches, self.trims = key.prefetches and not self.gated, key.trims
         self.waits_first = key.prefetches and self.gated
+        self.clears, self.adds, self.weighted = key.adds > 0 and self.gated, 0 if self.gated else key.adds, key.weighted
         if self.gathers:
             self.load_edge = Edge("gathered x, and weights", cp_async(WARPGROUP), self.load_edge.consumers, self.stages)
 
@@ -144,7 +147,7 @@ class GroupedProduct(GemmBase):
             tma_atom_x_tail, _ = self.x_copy(load, x, TAIL_ROWS)
             tma_atom_x, mX = self.x_copy(load, x, self.tile_m)
         scale = None
-        if cutlass.const_expr(self.scaled):
+        if cutlass.const_expr(self.scaled or self.weighted):
             scale = cute.make_tensor(operands.topk_weights.iterator, cute.make_layout(cute.size(operands.topk_weights)))
         params = GroupedParams(
             tma_atom_x,
@@ -158,6 +161,7 @@ class GroupedProduct(GemmBase):
             scratch.pairs,
             scratch.tiles,
             scratch.tile_count,
+            operands.out if cutlass.const_expr(self.clears) else None,
             tma_atom_shared,
             mShared,
         )
@@ -166,7 +170,9 @@ class GroupedProduct(GemmBase):
     def matrices(self, args: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """(x, weight, out) of the product."""
         operands, hidden = args.operands, args.scratch.hidden
-        return (operands.x, operands.w13, hidden) if self.gathers else (hidden, operands.w2, args.scratch.made)
+        if self.gathers:
+            return operands.x, operands.w13, hidden
+        return hidden, operands.w2, operands.out if self.adds else args.scratch.made
 
     def weights_copy(self, load, weight: cute.Tensor):
         """(atom, coordinates) of TMA copies of a box of weights."""
@@ -203,6 +209,31 @@ class GroupedProduct(GemmBase):
         for stage in cutlass.range_constexpr(self.stages):
             clear_rows(sX[None, None, stage], 0, self.tile_m, cute.arch.thread_idx()[0], threads)
         cute.arch.fence_proxy("async.shared", space="cta")
+
+    @cute.jit
+    def clear_output(self, params: GroupedParams, thread: cutlass.Int32, threads: cutlass.Constexpr[int]):
+        """A CTA's rows of what the next product adds to; by so many threads, after the wait for the kernel before."""
+        elements = cutlass.const_expr(VECTOR_BYTES * 8 // params.mCleared.element_type.width)
+        zeros = cute.make_rmem_tensor(elements, params.mCleared.element_type)
+        zeros.fill(0.0)
+        rows, columns = params.mCleared.shape
+        for row in cutlass.range(cute.arch.block_idx()[0], rows, cute.arch.grid_dim()[0], unroll=1):
+            for vector in cutlass.range(thread, columns // elements, threads, unroll=1):
+                place = cutlass.Int64(row) * params.mCleared.stride[0] + vector * elements
+                store_vector(zeros, params.mCleared.iterator, place)
+
+    def target_row(self, params: GroupedParams, row):
+        """The row of the output that a row of the second product is written or added to."""
+        return params.mPairs[row] // self.adds if self.adds else params.mPairs[row]
+
+    @cute.jit
+    def put_vector(self, params: GroupedParams, rOut: cute.Tensor, row: cutlass.Int32, column: cutlass.Int32):
+        """8 neighbouring columns of a row of the output are written, or added to it."""
+        place = cutlass.Int64(row) * params.mOut.stride[0] + column
+        if cutlass.const_expr(self.adds > 0):
+            add_vector(rOut, params.mOut.iterator, place)
+        else:
+            store_vector(rOut, params.mOut.iterator, place)
 
     def tiles_of_cta(self, params: GroupedParams) -> Schedule:
         """Static persistent scheduler over tiles whose number the device knows."""

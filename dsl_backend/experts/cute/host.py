@@ -48,6 +48,7 @@ def key_of(spec: ExpertsSpec, config: Config) -> ExpertsKey:
         trims=isinstance(config, ExpertsConfig) and config.trims,
         shared_experts=spec.shared_experts,
         shared_weight=spec.shared_weight,
+        adds=spec.may_add and isinstance(config, ExpertsConfig),
     )
 
 
@@ -130,7 +131,7 @@ def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
         scratch = ExpertsScratch(
             **fake_routing(key.slots.all_experts, pairs),
             hidden=matrix(dtype, pairs, width),
-            made=matrix(dtype, pairs, hidden),
+            made=None if key.adds else matrix(dtype, pairs, hidden),
         )
         args = ExpertsArgs(operands, scratch, Int32(1), Int32(1), Int32(1))
     require_dynamic(args)
@@ -158,13 +159,14 @@ def scratch_of(
     spec: ExpertsSpec, config: ExpertsConfig, tokens: int, routing_ctas: int, workspace: Workspace
 ) -> ExpertsScratch:
     """A launch's part of the workspace."""
-    pairs, hidden, width = tokens * spec.slots, spec.hidden_size, spec.intermediate_size
+    pairs, width = tokens * spec.slots, spec.intermediate_size
+    hidden = 0 if spec.may_add else spec.hidden_size
     # Elements of 2 bytes in a buffer of 4; both products' rows are multiples of 16 bytes.
     values = workspace.partials(pairs * (hidden + width) // 2).view(spec.dtype)
     return ExpertsScratch(
         **routing_of(spec, config.work_tiles(spec, tokens), tokens, routing_ctas, workspace),
         hidden=values[: pairs * width].view(pairs, width),
-        made=values[pairs * width : pairs * (width + hidden)].view(pairs, hidden),
+        made=values[pairs * width : pairs * (width + hidden)].view(pairs, hidden) if hidden else None,
     )
 
 

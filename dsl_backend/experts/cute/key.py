@@ -45,6 +45,9 @@ class ProductKey:
         experts: routed ones; shared ones are numbered behind them.
         shared: whether there are any.
         prefetches, trims: see `configs.ExpertsConfig`.
+        adds: slots of a token, where the second product adds each row to its token's row of the output, which the first
+            one clears; 0 where it writes each row to its pair's place.
+        weighted: rows are multiplied with the router's weights before they are added.
     """
 
     dtype: torch.dtype
@@ -58,6 +61,8 @@ class ProductKey:
     shared: bool
     prefetches: bool = False
     trims: bool = False
+    adds: int = 0
+    weighted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class ExpertsKey:
             tile_m, or those for few tokens.
         prefetches: the second product requests weights before the first one has ended.
         trims: see `configs.ExpertsConfig`; of the grouped GEMMs.
+        adds: a token's experts are added by atomic operations of the second product; of the grouped GEMMs without
+            shared experts.
     """
 
     num_experts: int
@@ -88,6 +95,7 @@ class ExpertsKey:
     trims: bool = False
     shared_experts: int = 0
     shared_weight: float = 1.0
+    adds: bool = False
 
     @property
     def slots(self) -> Slots:
@@ -103,6 +111,7 @@ class ExpertsKey:
         """Of the grouped GEMMs."""
         assert isinstance(self.first, GemmTiles)
         assert isinstance(self.second, GemmTiles)
+        adds = self.topk if self.adds else 0
         return (
             ProductKey(
                 dtype=self.dtype,
@@ -116,6 +125,7 @@ class ExpertsKey:
                 shared=self.shared_experts > 0,
                 prefetches=self.prefetches,
                 trims=self.trims,
+                adds=adds,
             ),
             ProductKey(
                 dtype=self.dtype,
@@ -129,5 +139,7 @@ class ExpertsKey:
                 shared=self.shared_experts > 0,
                 prefetches=self.prefetches,
                 trims=self.trims,
+                adds=adds,
+                weighted=self.adds and self.router_weights is RouterWeights.OUTPUT,
             ),
         )

@@ -4,6 +4,7 @@
 from importlib import import_module
 from typing import Any
 
+import cutlass
 from cutlass import cute
 
 from dsl_backend.experts.cute.args import DecodeArgs, ExpertsArgs
@@ -33,12 +34,16 @@ class DecodeLayer:
 
 
 class ExpertsLayer:
-    """Routing, grouped GEMMs, and the sum over a token's experts. Writes operands.out; at least one token."""
+    """Routing, grouped GEMMs, and the sum over a token's experts, unless the second GEMM adds.
+
+    Writes operands.out; at least one token.
+    """
 
     def __init__(self, key: ExpertsKey, kernel_arch: str):
         product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.grouped").GroupedGemm
         self.first, self.second = (product(of_product) for of_product in key.products)
         self.routing = Routing(key.slots, self.first.tile_m)
+        self.adds = key.adds
         self.combine = Combine(key.slots, key.router_weights is RouterWeights.OUTPUT, key.shared_weight)
 
     @cute.jit
@@ -47,4 +52,5 @@ class ExpertsLayer:
         self.routing.launch(args, stream)
         self.first.launch(args, stream)
         self.second.launch(args, stream)
-        self.combine.launch(args, stream)
+        if cutlass.const_expr(not self.adds):
+            self.combine.launch(args, stream)

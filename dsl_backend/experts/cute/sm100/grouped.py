@@ -15,7 +15,6 @@ from dsl_backend.gemm.sm100.configs import EPILOGUE_REGISTERS, LOAD_WARP, MMA_WA
 from dsl_backend.gemm.sm100.gemm import Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch, tmem
-from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.pipeline import Pipeline
 
 # Elements of the output in one access.
@@ -78,6 +77,8 @@ class GroupedGemm(GroupedProduct, Gemm):
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
+            if cutlass.const_expr(self.clears):
+                self.clear_output(params, cute.arch.thread_idx()[0], WARPGROUP)
             self.epilogue(params, acc_pipeline, tmem_ptr, warp)
         if cutlass.const_expr(self.trades_registers):
             if role >= 0:
@@ -124,7 +125,7 @@ class GroupedGemm(GroupedProduct, Gemm):
             row = work.first_row + cutlass.min(place, work.rows - 1)
             factor = self.row_factor(params, row, work)
             if cutlass.const_expr(not self.gathers):
-                row = params.mPairs[row]
+                row = self.target_row(params, row)
             acc_pipeline.consumer_wait(tile)
             tmem.after_sync()
             tmem_column = self.acc_column(acc_pipeline, tile)
@@ -179,6 +180,8 @@ class GroupedGemm(GroupedProduct, Gemm):
         values = self.factored(params, values, work, factor, column)
         if self.has_bias:
             values = self.with_expert_bias(params, values, work.expert, column)
+        if self.weighted:
+            return [value * factor for value in values[0]]
         return self.activate(*values) if self.gated else values[0]
 
     @cute.jit
@@ -193,11 +196,11 @@ class GroupedGemm(GroupedProduct, Gemm):
         """8 neighbouring columns of a row of the output, if there are such."""
         if exists:
             if column < params.mOut.shape[1]:
-                store_vector(rOut, params.mOut.iterator, cutlass.Int64(row) * params.mOut.stride[0] + column)
+                self.put_vector(params, rOut, row, column)
 
     def row_factor(self, params: GroupedParams, row, work: WorkTile):
         """What `factored` multiplies a row's accumulators with; `row` is that of the expert's rows in order."""
-        return params.mScale[params.mPairs[row]] if self.scaled else cutlass.Float32(1.0)
+        return params.mScale[params.mPairs[row]] if self.scaled or self.weighted else cutlass.Float32(1.0)
 
     def factored(self, params: GroupedParams, values: list, work: WorkTile, factor, column) -> list:
         """8 accumulators of neighbouring columns of each part."""

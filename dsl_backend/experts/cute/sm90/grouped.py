@@ -14,7 +14,6 @@ from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, GemmConfig
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.copy import store_vector
 from dsl_backend.primitives.pipeline import Pipeline
 
 
@@ -70,6 +69,8 @@ class GroupedGemm(GroupedProduct, Gemm):
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if cutlass.const_expr(self.prefetches):
                 dependent_launch.wait()
+            if cutlass.const_expr(self.clears):
+                self.clear_output(params, cute.arch.thread_idx()[0], CONSUMERS * WARPGROUP)
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
 
     @cute.jit
@@ -218,7 +219,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         n = params.mOut.shape[1]
         column = work.n_tile * self.columns + 2 * (lane % 4)
         scales = [cutlass.Float32(1.0), cutlass.Float32(1.0)]
-        if cutlass.const_expr(self.scaled):
+        if cutlass.const_expr(self.scaled or self.weighted):
             row = top + thread // 32 * 16 + lane // 4
             places = [cutlass.min(row + 8 * b, work.rows - 1) for b in range(2)]
             scales = [params.mScale[params.mPairs[work.first_row + place]] for place in places]
@@ -235,6 +236,8 @@ class GroupedGemm(GroupedProduct, Gemm):
                     values = [value + biases[i % 2] for i, value in enumerate(values)]
                 parts.append(values)
             results = self.activate(*parts) if cutlass.const_expr(self.gated) else parts[0]
+            if cutlass.const_expr(self.weighted):
+                results = [value * scales[i // 2] for i, value in enumerate(results)]
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
                     tCrOut[(a, b, j), 0, 0] = results[2 * b + a].to(self.out_dtype)
@@ -252,7 +255,7 @@ class GroupedGemm(GroupedProduct, Gemm):
             place = cutlass.min(top + (thread + i * WARPGROUP) // row_vectors, work.rows - 1)
             targets[i] = work.first_row + place
             if cutlass.const_expr(not self.gathers):
-                targets[i] = params.mPairs[targets[i]]
+                targets[i] = self.target_row(params, targets[i])
         rOut = cute.make_rmem_tensor(elements, self.out_dtype)
         for i in cutlass.range_constexpr(count):
             row, vector = (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
@@ -260,4 +263,4 @@ class GroupedGemm(GroupedProduct, Gemm):
             if row < MMA_M and top + row < work.rows and column < params.mOut.shape[1]:
                 staged = cute.local_tile(sOut, (1, elements), (row, vector))
                 cute.autovec_copy(cute.group_modes(staged, 0, 2), rOut)
-                store_vector(rOut, params.mOut.iterator, cutlass.Int64(targets[i]) * params.mOut.stride[0] + column)
+                self.put_vector(params, rOut, targets[i], column)
