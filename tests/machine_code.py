@@ -182,6 +182,7 @@ SM90_SCALED_LAYERS: dict[str, dict[str, Any]] = {
 EXPERTS: dict[str, Any] = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "dtype": torch.bfloat16}
 EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     "swiglu": EXPERTS | {"topk": 4},
+    "swiglu-added": EXPERTS | {"topk": 4, "deterministic": False},
     "swiglu-oai-biases": EXPERTS
     | {"topk": 4, "activation": SWIGLU_OAI, "interleaved": True, "w13_bias": True, "w2_bias": True},
     "geglu-tanh-input": EXPERTS

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, configs, dispatch, precompile, reference
+from dsl_backend.experts.plan import ExpertsPlan
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.quant.format import ROW_SCALED
 from dsl_backend.runtime import model, toolkit
@@ -26,6 +27,7 @@ from dsl_backend.testing.experts import (
     ExpertsCase,
     check_experts,
     judge,
+    of_additions,
     random_case,
     tensors,
 )
@@ -160,6 +162,7 @@ def spec(**changes: Any) -> ExpertsSpec:
         ({"ids_dtype": torch.int16}, "ids_dtype is int16: one of int32, int64"),
         ({"activation": "silu"}, r"activation is 'silu': Swiglu\(...\) or Geglu\(...\) is needed"),
         ({"interleaved": 1}, "interleaved is 1: True or False"),
+        ({"deterministic": None}, "deterministic is None: True or False"),
         ({"router_weights": "input"}, "router_weights is 'input': one of"),
         ({"router_weights": RouterWeights.INPUT}, "topk 3: router weights on the input need a topk of 1"),
         ({"global_experts": 0}, "global_experts is 0: an integer from 1"),
@@ -413,6 +416,43 @@ def test_a_model_whose_experts_are_unusual_says_why() -> None:
     assert precompile.served_by_others(shape, from_arch("sm_90a")) == {
         precompile.LAYER: ["num_experts is 1024: an integer from 1 to 512 is needed"]
     }
+
+
+@needs_cute
+def test_the_plan_says_whether_sums_are_in_order() -> None:
+    from dsl_backend.experts.cute import host
+
+    adding = spec(deterministic=False)
+    assert "sums in any order" in str(adding)
+    assert "sums in any order" not in str(PLAIN.spec)
+    workspace = Workspace(torch.device("cpu"))
+    for name, adds in (("cute", True), ("cute-grouped", True), ("cute-overlapped", True), ("cute-decode", False)):
+        assert ExpertsPlan(adding, H200, workspace, name).adds == adds
+        assert not ExpertsPlan(PLAIN.spec, H200, workspace, name).adds
+    # Those that have no such form serve such layers in order.
+    assert not api.plan(adding, "cpu").adds
+    for other in (replace(SHARED.spec, deterministic=False), spec(weight=ROW_SCALED, deterministic=False)):
+        assert not ExpertsPlan(other, from_arch("sm_90a"), workspace).adds
+    grouped, few = (configs.choose(adding, tokens, H200) for tokens in (4096, 1))
+    assert isinstance(grouped, configs.ExpertsConfig)
+    assert host.key_of(adding, grouped).adds
+    assert not host.key_of(adding, few).adds
+    assert host.scratch_of(adding, grouped, 4096, 1, workspace).made is None
+
+
+def test_the_budget_knows_that_each_addition_rounds() -> None:
+    """A sum in bfloat16 is within it, and one that lost an expert is not."""
+    case = replace(CASES["many-experts"], deterministic=False)
+    given = tensors(case, "cpu")
+    given.out.copy_(reference.exact(case.spec, given, BF16))
+    judge(case, given)
+    budget = of_additions(case.spec, given)
+    assert bool((budget > 0).all())
+    assert not of_additions(replace(case.spec, deterministic=True), given).any()
+    small = tensors(replace(PLAIN, deterministic=False), "cpu")
+    small.out.copy_(reference.exact(PLAIN.spec, small._replace(topk_ids=small.topk_ids.clamp(min=1)), torch.float32))
+    with pytest.raises(AssertionError, match="further from the oracle than the budget"):
+        judge(replace(PLAIN, deterministic=False), small)
 
 
 def test_kernels_by_name_are_chosen_by_nothing_else() -> None:
