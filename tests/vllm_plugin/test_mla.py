@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.quant.format import E4M3
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.enum_members import ensure_prefill_member
@@ -98,7 +99,7 @@ def filled(
         update(rows[:context], slots)
     update(torch.cat([rows[context:] for rows, context in zip(keys, contexts, strict=True)]), step.slots)
     if spec.is_fp8_kv:
-        keys = [rounded(rows, layer._k_scale) for rows in keys]
+        keys = [rounded(rows, layer._k_scale, E4M3) for rows in keys]
         cache = cache.view(torch.float8_e4m3fn)
     return cache, keys
 
