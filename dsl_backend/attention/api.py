@@ -256,7 +256,9 @@ def facts_of(plan: AttentionPlan, operands: Operands) -> tuple[Any, ...] | None:
         shared = plan.spec.mla and operands.keys.data_ptr() == operands.values.data_ptr()
     except AttributeError:
         return None
-    return (plan.batch.num_tokens, plan.batch.num_requests, plan.batch.device, shared, *layout)
+    # Scales of requests are the only operands whose shape follows their number.
+    requests = plan.batch.num_requests if plan.spec.scales_by_request else None
+    return (plan.batch.num_tokens, requests, plan.batch.device, shared, *layout)
 
 
 def check_gradients(tensors: Operands) -> None:

@@ -73,9 +73,9 @@ def arch_kernels(target: Target) -> ArchKernels:
     return target.by_kernel_arch(ARCH_KERNELS)
 
 
-def deepest(tiles: Config, spec: GemmSpec, smem_bytes: int) -> Config | None:
+def deepest(tiles: Config, spec: GemmSpec, smem_bytes: int, most: int = MOST_STAGES) -> Config | None:
     """The configuration with as many stages as shared memory has room for; None where nothing makes it fit."""
-    tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
+    tried = (replace(tiles, stages=stages) for stages in range(most, 1, -1))
     return next((config for config in tried if not config.objections(spec, smem_bytes)), None)
 
 

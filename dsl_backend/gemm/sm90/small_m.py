@@ -114,6 +114,14 @@ class SmallMGemm(SmallMGemmBase):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.mma(params, tiled_mma, sW, sX, pipeline, received, work, group)
 
+    def weight_operands(self, tiled_mma: cute.TiledMma, thr_mma: cute.TiledMma, sW: cute.Tensor, row_tile):
+        """What the products of both boxes have of the weights: descriptors of 64 rows of all stages."""
+        boxes = cute.local_tile(sW, (MMA_M, self.tile_k), (None, 0, None))
+        return tuple(
+            tiled_mma.make_fragment_A(thr_mma.partition_A(boxes[None, None, first + row_tile, None]))
+            for first in (0, self.box // MMA_M)
+        )
+
     @cute.jit
     def mma(
         self,
@@ -131,9 +139,7 @@ class SmallMGemm(SmallMGemmBase):
         thr_mma = tiled_mma.get_slice(thread)
         row_tile = 0 if cutlass.const_expr(self.split_tokens) else group
         token_tile = group if cutlass.const_expr(self.split_tokens) else 0
-        boxes = cute.local_tile(sW, (MMA_M, self.tile_k), (None, 0, None))
-        tCrW_0 = tiled_mma.make_fragment_A(thr_mma.partition_A(boxes[None, None, row_tile, None]))
-        tCrW_1 = tiled_mma.make_fragment_A(thr_mma.partition_A(boxes[None, None, self.box // MMA_M + row_tile, None]))
+        tCrW_0, tCrW_1 = self.weight_operands(tiled_mma, thr_mma, sW, row_tile)
         tCrX = tiled_mma.make_fragment_B(
             thr_mma.partition_B(cute.local_tile(sX, (self.tokens, self.tile_k), (token_tile, 0, None)))
         )

@@ -4,7 +4,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.cost import max_ctas
+from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.gemm.sm90.configs import MMA_M, SmallMConfig
 from dsl_backend.gemm.weight_only import MOST_ROWS, WeightOnlyGemmSpec
 from dsl_backend.quant.weight_only import TILE_COLUMNS, WeightOnlyFormat
@@ -67,9 +69,8 @@ TILES = (
 def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> Iterator[WeightOnlyConfig]:
     """The configurations that fit a problem, each with as many stages as fit."""
     for tiles in TILES:
-        tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
-        found = next((config for config in tried if not config.objections(spec, smem_bytes)), None)
-        if found is not None:
+        found = deepest(tiles, spec, smem_bytes, MOST_STAGES)  # type: ignore[arg-type]
+        if isinstance(found, WeightOnlyConfig):
             yield found
 
 
@@ -91,7 +92,7 @@ def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyCon
     fit = [config for config in fitting(spec, target.smem_bytes) if config.tokens == tokens]
     stream = next(config for config in fit if config.stream_k)
     split = [config for config in fit if not config.stream_k]
-    load = {config: -(-spec.n // (2 * config.box)) * config.num_splits / target.used_sms for config in fit}
+    load = {config: ceil_div(spec.n, 2 * config.box) * config.num_splits / target.used_sms for config in fit}
     at_once = [config for config in split if load[config] * target.used_sms <= max_ctas(config, rows, target)]
     one = [config for config in at_once if config.groups == 1]
     if tokens > SHARED_TOKENS:

@@ -27,9 +27,8 @@ from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
-from dsl_backend.gemm.small_m import Received, SmallMParams, StreamKWork
+from dsl_backend.gemm.small_m import SmallMParams, StreamKWork
 from dsl_backend.gemm.weight_only import WeightOnlyKey
-from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand, words_of
 from dsl_backend.primitives.copy import bulk_load
 from dsl_backend.primitives.math import fma, fma_f16x2, sub_f16x2
@@ -133,34 +132,9 @@ class WeightOnlySmallMGemm(SmallMGemm):
         """Stages of packed tiles in shared memory."""
         return smem.allocate_tensor(cutlass.Int32, sW_layout, byte_alignment=128)
 
-    @cute.jit
-    def mma(
-        self,
-        params: SmallMParams,
-        tiled_mma: cute.TiledMma,
-        sW: cute.Tensor,
-        sX: cute.Tensor,
-        pipeline: Pipeline,
-        received: Received,
-        work: StreamKWork,
-        group: cutlass.Int32,
-    ):
-        """A consumer warpgroup: 64 rows of each box, of every tile in the CTA's range."""
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        thr_mma = tiled_mma.get_slice(thread)
-        tCrX = tiled_mma.make_fragment_B(
-            thr_mma.partition_B(cute.local_tile(sX, (self.tokens, self.tile_k), (0, 0, None)))
-        )
-        shape = tiled_mma.partition_shape_C((MMA_M, self.tokens))
-        acc_0, acc_1 = (cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(2))
-        # A kernel before this one may read what this one writes.
-        dependent_launch.wait()
-        operands = (sW, sW, tCrX)
-        if cutlass.const_expr(self.stream_k):
-            self.mma_stream_k(params, tiled_mma, acc_0, acc_1, operands, pipeline, work, group, thread)
-        else:
-            self.meet_end()
-            self.mma_split_k(params, tiled_mma, acc_0, acc_1, operands, pipeline, received, work, group, thread)
+    def weight_operands(self, tiled_mma: cute.TiledMma, thr_mma: cute.TiledMma, sW: cute.Tensor, row_tile):
+        """Packed tiles: a consumer unpacks its own."""
+        return sW, sW
 
     @cute.jit
     def mainloop(

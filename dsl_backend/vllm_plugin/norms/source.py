@@ -58,7 +58,7 @@ def given_to(kind: type, norm: str) -> Given | str:
 @cache
 def taken_by(kind: type, argument: int | str) -> str:
     """The name of the projection that alone reads an argument of a module's `forward`; empty where there is none."""
-    function: Any = vars_of(kind, "forward")
+    function: Any = inspect.getattr_static(kind, "forward", None)
     try:
         forward = parsed(inspect.unwrap(function))
     except (OSError, TypeError, SyntaxError):
@@ -76,11 +76,6 @@ def taken_by(kind: type, argument: int | str) -> str:
         read_later = stored(statement) != name and is_read(forward.body[place + 1 :], name)
         return "" if found is None or found.argument != 0 or read_later else found.module
     return ""
-
-
-def vars_of(kind: type, name: str) -> object:
-    """A class's attribute as its source has it, inherited ones too."""
-    return next((vars(owner)[name] for owner in kind.__mro__ if name in vars(owner)), None)
 
 
 def is_read(statements: Sequence[ast.stmt], name: str) -> bool:
