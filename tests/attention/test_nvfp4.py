@@ -200,4 +200,4 @@ def test_a_spec_says_it() -> None:
     assert "nvfp4 keys" in str(SPEC)
     assert SPEC.is_quantized_kv
     assert not SPEC.is_fp8_kv
-    assert AttentionSpec(**{**vars(SPEC), "kv_dtype": SPEC.dtype}).kv.width(64) == 64
+    assert replace(SPEC, kv_dtype=SPEC.dtype).kv.width(64) == 64
