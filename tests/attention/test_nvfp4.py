@@ -10,7 +10,6 @@ import torch
 from dsl_backend.attention import api, dispatch, reference, rope_dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.rope_spec import RopeSpec, RopeStyle
-from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.quant.format import NVFP4_KV
 from dsl_backend.runtime import target as targets
