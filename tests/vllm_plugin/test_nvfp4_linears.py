@@ -28,7 +28,7 @@ from dsl_backend.linear.scaled import api
 from dsl_backend.quant.format import NVFP4
 from dsl_backend.quant.reference import Quantized, mma_dequantized, mma_quantized, unswizzled
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.vllm_plugin.scaled_linears import nvfp4, serve
+from dsl_backend.vllm_plugin.scaled_linears import block_scaled, serve
 from tests.vllm_plugin.test_fused_mlp import model_of
 from tests.vllm_plugin.test_scaled_linears import BF16, error, exact_of, processed, said, without_compilation
 
@@ -99,7 +99,7 @@ def test_results_within_twice_vllms_own_error(caplog: Any, bias: bool) -> None:
     x = x_of(37)
     theirs, ours = MLP(bias), MLP(bias)
     said(caplog, model_of(ours))
-    assert isinstance(nvfp4.holder_of(ours.gate_up_proj).kernel, nvfp4.Nvfp4Kernel)
+    assert isinstance(block_scaled.NVFP4_LAYERS.holder_of(ours.gate_up_proj).kernel, block_scaled.Nvfp4Kernel)
     for mlp in (theirs, ours):
         processed(mlp)
     exact = exact_of(ours, x)
@@ -143,7 +143,7 @@ def test_reasons_against_an_engine(caplog: Any, reason: str) -> None:
     (line,) = said(caplog, model_of(mlp), **LEFT[reason])
     assert line.startswith("vLLM serves 2 NVFP4 linear layers: ")
     assert reason in line
-    assert type(nvfp4.holder_of(mlp.gate_up_proj).kernel) is EmulationNvFp4LinearKernel
+    assert type(block_scaled.NVFP4_LAYERS.holder_of(mlp.gate_up_proj).kernel) is EmulationNvFp4LinearKernel
 
 
 def test_layers_that_stay(caplog: Any) -> None:
@@ -175,9 +175,9 @@ def test_on_a_gpu(caplog: Any, monkeypatch: pytest.MonkeyPatch, arch: str, kerne
 def test_a_second_time_changes_nothing(caplog: Any) -> None:
     model = model_of(MLP())
     said(caplog, model)
-    kernels_before = [nvfp4.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)]
+    kernels_before = [block_scaled.NVFP4_LAYERS.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)]
     assert said(caplog, model) == []
-    assert [nvfp4.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)] == kernels_before
+    assert [block_scaled.NVFP4_LAYERS.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)] == kernels_before
 
 
 def test_inside_torch_compile(caplog: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves fp8 and NVFP4 linear layers of models whose attention dsl serves, by replacing the kernel of a layer's method.
+"""Serves fp8, NVFP4 and MXFP8 linear layers of models whose attention dsl serves, by replacing the kernel of a layer's method.
 
 vLLM's registry of linear kernels (`register_linear_kernel`) is asked while layers are made, of which the first come
 before any point at which this plugin knows the engine; and it knows kernels of 128x128 blocks from 0.33 on. The kernel
@@ -20,7 +20,7 @@ from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.fused_mlp.find import gated_activations
-from dsl_backend.vllm_plugin.scaled_linears import nvfp4
+from dsl_backend.vllm_plugin.scaled_linears import block_scaled
 from dsl_backend.vllm_plugin.scaled_linears.find import (
     KERNEL,
     NOTHING_MEASURED,
@@ -57,7 +57,7 @@ _served: list[dict[str, Served]] = []
 
 
 def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
-    """Serve every fp8 layer of a model that can be served, and link MLPs; log how many, and why others are not."""
+    """Serve every quantised layer of a model that can be served, and link MLPs; log how many, and why others are not."""
     if not options.serves_attention(vllm_config):
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
@@ -72,21 +72,31 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
     apart = link_all(model, target, served, names) if served else Counter[str]()
     if service.measured:
         left += keep_measured(model, target, served)
-    fours, left_of_fours = serve_each(
-        nvfp4.layers(model),
-        lambda layer: against_engine or nvfp4.judge(layer, target, service),
-        lambda layer, _: nvfp4.replace(layer, service),
-    )
     kinds = Counter(kind_of(model.get_submodule(name), spec) for name, spec in served.items())
-    kinds_of_fours = Counter(Kind(type(model.get_submodule(name)).__name__, spec, "") for name, spec in fours.items())
     found = {name: served_of(model.get_submodule(name), spec, service) for name, spec in served.items()}
-    _served.append(found | {name: Served(spec, service.kernel, None) for name, spec in fours.items()})
-    ahead.compile_scaled_linears(vllm_config, served_layers())
     report("fp8", kinds, target, service)
     report_left("fp8 linear layers", left)
     report_left("activations behind fp8 layers", apart)
-    report("NVFP4", kinds_of_fours, target, service)
-    report_left("NVFP4 linear layers", left_of_fours)
+    for form in block_scaled.FORMATS:
+        specs = serve_format(form, model, against_engine, target, service)
+        found |= {name: Served(spec, service.kernel, None) for name, spec in specs.items()}
+    _served.append(found)
+    ahead.compile_scaled_linears(vllm_config, served_layers())
+
+
+def serve_format(
+    form: block_scaled.Layers, model: nn.Module, against_engine: str, target: Target, service: Service
+) -> dict[str, ScaledLinearSpec]:
+    """Serve every layer of a format that can be served; log how many, and why others are not."""
+    served, left = serve_each(
+        form.of(model),
+        lambda layer: against_engine or form.judge(layer, target, service),
+        lambda layer, _: form.replace(layer, service),
+    )
+    kinds = Counter(Kind(type(model.get_submodule(name)).__name__, spec, "") for name, spec in served.items())
+    report(form.name, kinds, target, service)
+    report_left(f"{form.name} linear layers", left)
+    return served
 
 
 def served_of(layer: Any, spec: ScaledLinearSpec, service: Service) -> Served:
