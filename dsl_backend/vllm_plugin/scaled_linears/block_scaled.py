@@ -199,3 +199,8 @@ def class_of(layers: Layers) -> Any:
 NVFP4_LAYERS = Layers("NVFP4", Nvfp4Kernel, nvfp4_base, against_nvfp4)
 MXFP8_LAYERS = Layers("MXFP8", Mxfp8Kernel, mxfp8_base, against_mxfp8)
 FORMATS = (NVFP4_LAYERS, MXFP8_LAYERS)
+
+
+def is_block_scaled(layer: Any) -> bool:
+    """Whether a linear layer has a kernel of one of these formats, whoever's."""
+    return any(form.holder_of(layer) is not None for form in FORMATS)

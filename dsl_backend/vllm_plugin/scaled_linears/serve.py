@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves fp8, NVFP4 and MXFP8 linear layers of models whose attention dsl serves, by replacing the kernel of a layer's method.
+"""Serves fp8, NVFP4 and MXFP8 linear layers of models whose attention dsl serves: replaces their methods' kernels.
 
 vLLM's registry of linear kernels (`register_linear_kernel`) is asked while layers are made, of which the first come
 before any point at which this plugin knows the engine; and it knows kernels of 128x128 blocks from 0.33 on. The kernel
@@ -57,14 +57,14 @@ _served: list[dict[str, Served]] = []
 
 
 def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
-    """Serve every quantised layer of a model that can be served, and link MLPs; log how many, and why others are not."""
+    """Serve every quantised layer that can be served, and link MLPs; log how many, and why others are not."""
     if not options.serves_attention(vllm_config):
         return
     target = targets.detect(torch.device(vllm_config.device_config.device))
     against_engine = reasons_against_engine(vllm_config)
     service = service_of(vllm_config, target)
     served, left = serve_each(
-        layers(model),
+        ((name, layer) for name, layer in layers(model) if not block_scaled.is_block_scaled(layer)),
         lambda layer: against_engine or judge(layer, target, service),
         lambda layer, _: replace(layer, service),
     )

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of NVFP4 checkpoints by this package: which are served, what comes out, what the log says.
+"""Linear layers of NVFP4 and MXFP8 checkpoints by this package: which are served, what comes out, what the log says.
 
-vLLM's layers have its emulation of NVFP4 as their own kernel, which it has for GPUs and which runs on a CPU too.
+vLLM's layers have its emulation of these formats as their own kernel, which it has for GPUs and which runs on a CPU
+too. Its emulation of MXFP8 leaves inputs in 16 bits: here vLLM's own function quantises them before, as its kernels do.
 """
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,18 +15,21 @@ from torch import nn
 
 pytest.importorskip("vllm")
 pytest.importorskip("vllm.model_executor.kernels.linear.nvfp4.emulation")
+pytest.importorskip("vllm.model_executor.kernels.linear.mxfp8.emulation")
 
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.kernels import linear as kernels
+from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
 from vllm.model_executor.kernels.linear.nvfp4.emulation import EmulationNvFp4LinearKernel
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config, ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.utils.mxfp8_utils import dequant_mxfp8_to_bf16, mxfp8_e4m3_quantize
 from vllm.platforms.interface import PlatformEnum
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear.scaled import api
-from dsl_backend.quant.format import NVFP4
+from dsl_backend.quant.format import MXFP8, NVFP4, ScaledFormat
 from dsl_backend.quant.reference import Quantized, mma_dequantized, mma_quantized, unswizzled
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.vllm_plugin.scaled_linears import block_scaled, serve
@@ -38,11 +42,34 @@ K, N = 256, 128
 X_SCALE = 0.003
 
 
+class QuantisingMxfp8Kernel(EmulationMxfp8LinearKernel):
+    """VLLM's emulation behind vLLM's quantisation of inputs."""
+
+    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = dequant_mxfp8_to_bf16(*mxfp8_e4m3_quantize(x.reshape(-1, x.shape[-1])))
+        return super().apply_weights(layer, rows.view(x.shape), bias)
+
+
+class Format(NamedTuple):
+    layers: block_scaled.Layers
+    config: Any
+    theirs: type
+
+
+NVFP4_FORMAT = Format(
+    block_scaled.NVFP4_LAYERS, ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True), EmulationNvFp4LinearKernel
+)
+MXFP8_FORMAT = Format(block_scaled.MXFP8_LAYERS, ModelOptMxFp8Config(True, None, []), QuantisingMxfp8Kernel)
+FORMATS = {form.layers.name: form for form in (NVFP4_FORMAT, MXFP8_FORMAT)}
+each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+
+
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is served yet, the reference serves, and layers of NVFP4 can be made on a CPU."""
+    """Nothing is served yet, the reference serves, and layers of both formats can be made on a CPU."""
     monkeypatch.setattr(serve, "_served", [])
     monkeypatch.setitem(kernels._POSSIBLE_NVFP4_KERNELS, PlatformEnum.CPU, [EmulationNvFp4LinearKernel])
+    monkeypatch.setitem(kernels._POSSIBLE_MXFP8_KERNELS, PlatformEnum.CPU, [QuantisingMxfp8Kernel])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     default = torch.get_default_dtype()
     torch.set_default_dtype(BF16)
@@ -54,15 +81,18 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class MLP(nn.Module):
     """As most of vLLM's are; `wide` has its weights dequantised, float64."""
 
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, form: Format, bias: bool = False) -> None:
         super().__init__()
-        config = ModelOptNvFp4Config(is_checkpoint_nvfp4_serialized=True)
+        config = form.config
         with set_current_vllm_config(without_compilation()):
             made: dict[str, Any] = {"quant_config": config, "params_dtype": BF16}
             self.gate_up_proj = MergedColumnParallelLinear(K, [N, N], bias=bias, prefix="mlp.gate_up_proj", **made)
             self.down_proj = RowParallelLinear(N, K, bias=False, prefix="mlp.down_proj", **made)
         self.act_fn = SiluAndMul()
-        self.wide = {name: fill(getattr(self, name), seed) for seed, name in enumerate(("gate_up_proj", "down_proj"))}
+        self.wide = {
+            name: fill(getattr(self, name), form.layers.ours.kind, seed)
+            for seed, name in enumerate(("gate_up_proj", "down_proj"))
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(x)
@@ -71,19 +101,21 @@ class MLP(nn.Module):
         return x
 
 
-def fill(layer: Any, seed: int) -> torch.Tensor:
+def fill(layer: Any, kind: ScaledFormat, seed: int) -> torch.Tensor:
     """Random-normal weights as a checkpoint has them; returns what they are worth, float64."""
     generator = torch.Generator().manual_seed(seed)
     n, k = layer.output_size_per_partition, layer.input_size_per_partition
     matrix = torch.randn(n, k, generator=generator, dtype=torch.float32) * k**-0.5
+    width = kind.block_columns
+    assert width is not None
     # Blocks of different magnitudes, so that the scale of another one is wrong.
-    matrix *= 2.0 ** ((torch.arange(n).view(-1, 1) + torch.arange(k) // 16) % 5 - 2)
-    whole = float(matrix.abs().max()) / (6 * 448)
-    found = mma_quantized(matrix, NVFP4, whole)
+    matrix *= 2.0 ** ((torch.arange(n).view(-1, 1) + torch.arange(k) // width) % 5 - 2)
+    whole = float(matrix.abs().max()) / (6 * 448) if kind == NVFP4 else 1.0
+    found = mma_quantized(matrix, kind, whole)
     layer.weight.data.copy_(found.values)
-    layer.weight_scale.data.copy_(unswizzled(found.scale, n, k // 16))
-    layer.weight_scale_2.data.fill_(whole)
-    if hasattr(layer, "input_scale"):
+    layer.weight_scale.data.copy_(unswizzled(found.scale, n, k // width).view(layer.weight_scale.dtype))
+    if kind == NVFP4:
+        layer.weight_scale_2.data.fill_(whole)
         layer.input_scale.data.fill_(X_SCALE)
     if layer.bias is not None:
         layer.bias.data.copy_(torch.randn(n, generator=generator, dtype=torch.float32))
@@ -94,12 +126,13 @@ def x_of(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, K, generator=torch.Generator().manual_seed(2), dtype=torch.float32).to(BF16)
 
 
+@each_format
 @pytest.mark.parametrize("bias", [False, True])
-def test_results_within_twice_vllms_own_error(caplog: Any, bias: bool) -> None:
+def test_results_within_twice_vllms_own_error(caplog: Any, form: Format, bias: bool) -> None:
     x = x_of(37)
-    theirs, ours = MLP(bias), MLP(bias)
+    theirs, ours = MLP(form, bias), MLP(form, bias)
     said(caplog, model_of(ours))
-    assert isinstance(block_scaled.NVFP4_LAYERS.holder_of(ours.gate_up_proj).kernel, block_scaled.Nvfp4Kernel)
+    assert isinstance(form.layers.holder_of(ours.gate_up_proj).kernel, form.layers.ours)
     for mlp in (theirs, ours):
         processed(mlp)
     exact = exact_of(ours, x)
@@ -110,9 +143,10 @@ def test_results_within_twice_vllms_own_error(caplog: Any, bias: bool) -> None:
         assert error(ours(x)[row], exact[row]) <= 3 * compared
 
 
+@each_format
 @pytest.mark.parametrize("shape", [(0,), (1,), (2, 3)])
-def test_shapes(caplog: Any, shape: tuple[int, ...]) -> None:
-    mlp = MLP()
+def test_shapes(caplog: Any, form: Format, shape: tuple[int, ...]) -> None:
+    mlp = MLP(form)
     said(caplog, model_of(mlp))
     processed(mlp)
     out = mlp(x_of(*shape))
@@ -121,13 +155,22 @@ def test_shapes(caplog: Any, shape: tuple[int, ...]) -> None:
         assert error(out, exact_of(mlp, x_of(*shape))) < 0.4
 
 
-def test_what_is_said(caplog: Any) -> None:
-    lines = said(caplog, model_of(MLP(), MLP()))
+@each_format
+def test_what_is_said(caplog: Any, form: Format) -> None:
+    lines = said(caplog, model_of(MLP(form), MLP(form)))
     assert len(lines) == 2
     gate, down = lines
-    assert gate.startswith("dsl serves 2 NVFP4 linear layers (MergedColumnParallelLinear), product of 256 to 256 ")
-    assert down.startswith("dsl serves 2 NVFP4 linear layers (RowParallelLinear), product of 128 to 256 ")
-    assert "x nvfp4, weight nvfp4, on cpu: by scaled-linear reference" in gate
+    name = form.layers.name
+    assert gate.startswith(f"dsl serves 2 {name} linear layers (MergedColumnParallelLinear), product of 256 to 256 ")
+    assert down.startswith(f"dsl serves 2 {name} linear layers (RowParallelLinear), product of 128 to 256 ")
+    assert f"x {name.lower()}, weight {name.lower()}, on cpu: by scaled-linear reference" in gate
+
+
+def test_a_model_of_both_formats(caplog: Any) -> None:
+    lines = said(caplog, model_of(MLP(NVFP4_FORMAT), MLP(MXFP8_FORMAT)))
+    assert [line.split(" linear")[0] for line in lines] == ["dsl serves 1 NVFP4"] * 2 + ["dsl serves 1 MXFP8"] * 2
+    assert len(serve._served) == 1
+    assert len(serve._served[0]) == 4
 
 
 LEFT = {
@@ -137,56 +180,76 @@ LEFT = {
 }
 
 
+@each_format
 @pytest.mark.parametrize("reason", LEFT)
-def test_reasons_against_an_engine(caplog: Any, reason: str) -> None:
-    mlp = MLP()
+def test_reasons_against_an_engine(caplog: Any, form: Format, reason: str) -> None:
+    mlp = MLP(form)
     (line,) = said(caplog, model_of(mlp), **LEFT[reason])
-    assert line.startswith("vLLM serves 2 NVFP4 linear layers: ")
+    assert line.startswith(f"vLLM serves 2 {form.layers.name} linear layers: ")
     assert reason in line
-    assert type(block_scaled.NVFP4_LAYERS.holder_of(mlp.gate_up_proj).kernel) is EmulationNvFp4LinearKernel
+    assert type(form.layers.holder_of(mlp.gate_up_proj).kernel) is form.theirs
 
 
 def test_layers_that_stay(caplog: Any) -> None:
-    patched, weights = MLP(), MLP()
+    patched, weights, batches = MLP(NVFP4_FORMAT), MLP(NVFP4_FORMAT), MLP(MXFP8_FORMAT)
     patched.down_proj.forward = patched.down_proj.forward
     # As layers whose input stays in 16 bits have it.
     for layer in (weights.gate_up_proj, weights.down_proj):
         del layer.input_scale
-    lines = said(caplog, model_of(patched, weights))
+    # As vLLM's layers of matrices of several groups have it.
+    batches.down_proj.is_bmm = True
+    lines = said(caplog, model_of(patched, weights, batches))
+    assert "vLLM serves 1 MXFP8 linear layers: it multiplies batches of matrices" in lines
     assert "vLLM serves 1 NVFP4 linear layers: another forward was put into RowParallelLinear" in lines
     assert "vLLM serves 2 NVFP4 linear layers: its input is not quantised" in lines
 
 
+@each_format
 @pytest.mark.parametrize(("arch", "kernel"), [("sm_90a", None), ("sm_100a", None), ("sm_100a", "cute-sm100")])
-def test_on_a_gpu(caplog: Any, monkeypatch: pytest.MonkeyPatch, arch: str, kernel: str | None) -> None:
-    """SM100's kernel serves where it is named; nothing else of this package's multiplies NVFP4 on a GPU."""
+def test_on_a_gpu(caplog: Any, monkeypatch: pytest.MonkeyPatch, form: Format, arch: str, kernel: str | None) -> None:
+    """SM100's kernel serves where it is named; nothing else of this package's multiplies these formats on a GPU."""
     monkeypatch.setattr(serve, "targets", SimpleNamespace(detect=lambda device: from_arch(arch)))
     monkeypatch.setattr(serve.ahead, "compile_scaled_linears", lambda config, layers: None)
     options = {"scaled_linears": "dsl"} | ({} if kernel is None else {"scaled_linears_kernel": kernel})
-    lines = said(caplog, model_of(MLP()), additional_config={"dsl": options})
+    lines = said(caplog, model_of(MLP(form)), additional_config={"dsl": options})
     if kernel is None:
+        name = form.layers.name
         assert len(lines) == 2
-        assert all(line.startswith("vLLM serves 1 NVFP4 linear layers: no kernel for scaled_linear") for line in lines)
-        assert all("x is nvfp4: no kernel but SM100's multiplies it" in line for line in lines)
+        assert all(
+            line.startswith(f"vLLM serves 1 {name} linear layers: no kernel for scaled_linear") for line in lines
+        )
+        assert all(f"x is {name.lower()}: no kernel but SM100's multiplies it" in line for line in lines)
     else:
         assert [line.endswith(f"on {arch}: by scaled-linear sm100") for line in lines] == [True, True]
 
 
 def test_a_second_time_changes_nothing(caplog: Any) -> None:
-    model = model_of(MLP())
+    model = model_of(MLP(NVFP4_FORMAT), MLP(MXFP8_FORMAT))
     said(caplog, model)
-    kernels_before = [block_scaled.NVFP4_LAYERS.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)]
+    holder = NVFP4_FORMAT.layers.holder_of(model["layers"][0].gate_up_proj)
+    before = holder.kernel
     assert said(caplog, model) == []
-    assert [block_scaled.NVFP4_LAYERS.holder_of(layer).kernel for layer in (model["layers"][0].gate_up_proj,)] == kernels_before
+    assert holder.kernel is before
 
 
-def test_inside_torch_compile(caplog: Any) -> None:
-    mlp = MLP()
+@each_format
+def test_inside_torch_compile(caplog: Any, form: Format) -> None:
+    mlp = MLP(form)
     said(caplog, model_of(mlp))
     processed(mlp)
     x = x_of(5)
     wanted = mlp(x)
     assert error(torch.compile(mlp, fullgraph=True, backend="eager")(x), wanted.double()) < 0.05
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (130, 160)])
+def test_vllms_quantisation_is_the_one_of_a_cpu(shape: tuple[int, int]) -> None:
+    """Kernels on a GPU get MXFP8 inputs from vLLM's function."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(4), dtype=torch.float32).to(BF16)
+    values, scale = mxfp8_e4m3_quantize(x, is_sf_swizzled_layout=True)
+    ours = mma_quantized(x, MXFP8)
+    assert torch.equal(values.view(torch.uint8), ours.values.view(torch.uint8))
+    assert torch.equal(scale.view(MXFP8.scale_shape(*shape)), ours.scale.view(torch.uint8))
 
 
 def operands() -> tuple[Quantized, Quantized]:
