@@ -26,8 +26,9 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowPar
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
+from dsl_backend.errors import InvalidInput
 from dsl_backend.linear.scaled.precompile import precompile_specs_of
-from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, TENSOR_SCALED
+from dsl_backend.quant.format import BLOCK_SCALED, BLOCK_SCALED_E8M0, ROW_SCALED, TENSOR_SCALED
 from dsl_backend.quant.reference import dequantized, quantized
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import toolkit
@@ -36,7 +37,12 @@ from dsl_backend.vllm_plugin import ahead, hooks, loaded_models, warm_up
 from dsl_backend.vllm_plugin.fused_mlp import fuse
 from dsl_backend.vllm_plugin.scaled_linears import serve
 from dsl_backend.vllm_plugin.scaled_linears.find import KERNEL, holder_of
-from dsl_backend.vllm_plugin.scaled_linears.kernels import BlockScaledKernel, HandedOn, RowScaledKernel
+from dsl_backend.vllm_plugin.scaled_linears.kernels import (
+    BlockScaledKernel,
+    HandedOn,
+    PowersOfTwoKernel,
+    RowScaledKernel,
+)
 from integration.quantization import CHANNELS
 from tests.vllm_plugin.test_fused_mlp import engine, model_of
 
@@ -321,16 +327,90 @@ def test_other_attention_changes_nothing(caplog: Any) -> None:
 
 
 def test_layers_that_stay(caplog: Any) -> None:
-    """A forward of somebody's, a size that no kernel takes, and scales that are none of float32."""
-    patched, small, powers = MLP("channels"), MLP("channels"), MLP("blocks")
+    """A forward of somebody's, a size that no kernel takes, and scales of another dtype."""
+    patched, small, rounded = MLP("channels"), MLP("channels"), MLP("blocks")
     patched.down_proj.forward = patched.down_proj.forward
     small.down_proj.weight = nn.Parameter(small.down_proj.weight[:, :120], requires_grad=False)
-    scale = powers.down_proj.weight_scale_inv
-    scale.data = scale.data.to(torch.float8_e8m0fnu)
-    lines = said(caplog, model_of(patched, small, powers))
+    scale = rounded.down_proj.weight_scale_inv
+    scale.data = scale.data.bfloat16()
+    lines = said(caplog, model_of(patched, small, rounded))
     assert "vLLM serves 1 fp8 linear layers: another forward was put into RowParallelLinear" in lines
     assert "vLLM serves 1 fp8 linear layers: k 120 is not a multiple of 16" in lines
-    assert any("weight_scale_inv is torch.float8_e8m0fnu: float32 is needed" in line for line in lines)
+    assert "vLLM serves 1 fp8 linear layers: scales of the weight are torch.bfloat16: float32 is needed" in lines
+
+
+# config.json of a checkpoint whose scales of blocks are powers of two.
+UE8M0 = {"model_config": SimpleNamespace(hf_config=SimpleNamespace(quantization_config={"scale_fmt": "ue8m0"}))}
+
+
+def in_powers_of_two(stored: bool) -> MLP:
+    """Blocks whose scales are powers of two, `stored` as such or in float32."""
+    mlp = MLP("blocks")
+    for seed, name in enumerate(NAMES):
+        layer = getattr(mlp, name)
+        matrix = torch.randn(*layer.weight.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        # Blocks of different magnitudes, so that the scale of another one is wrong.
+        matrix *= 2.0 ** (torch.arange(matrix.shape[0]).view(-1, 1) // 128 + torch.arange(matrix.shape[1]) // 128 - 6)
+        found = quantized(matrix, BLOCK_SCALED_E8M0)
+        layer.weight.data.copy_(found.values)
+        layer.weight_scale_inv.data = found.scale if stored else found.scale.to(torch.float32)
+        mlp.wide[name] = dequantized(found)
+    return mlp
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_blocks_of_powers_of_two_are_multiplied_in_mxfp8(caplog: Any, stored: bool) -> None:
+    """Where a kernel does; inputs then have scales of 32 columns, and errors are not above those of 128."""
+    x = x_of(37)
+    blocks, powers = in_powers_of_two(stored=False), in_powers_of_two(stored)
+    said(caplog, model_of(blocks))
+    gate, down = said(caplog, model_of(powers), **({} if stored else UE8M0))
+    assert [type(kernel(layer)) for layer in (blocks.gate_up_proj, powers.gate_up_proj)] == [
+        BlockScaledKernel,
+        PowersOfTwoKernel,
+    ]
+    assert "x mxfp8, weight mxfp8" in gate
+    assert "Swiglu" in gate
+    assert "x mxfp8, weight mxfp8" in down
+    assert kernel(powers.gate_up_proj).link.consumer is None, "the next layer's input is quantised by itself"
+    for mlp in (blocks, powers):
+        processed(mlp)
+    exact = exact_of(powers, x)
+    assert 0 < error(powers(x), exact) <= 1.2 * error(blocks(x), exact)
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernel_name", "kind"),
+    [
+        ("sm_100a", "cute-sm100", PowersOfTwoKernel),
+        ("sm_90a", None, BlockScaledKernel),
+        ("sm_90a", "triton", BlockScaledKernel),
+    ],
+)
+def test_kernels_of_powers_of_two(
+    caplog: Any, monkeypatch: pytest.MonkeyPatch, arch: str, kernel_name: str | None, kind: type
+) -> None:
+    """SM100's by name; other kernels get the same scales in float32."""
+    monkeypatch.setattr(serve, "targets", SimpleNamespace(detect=lambda device: from_arch(arch)))
+    monkeypatch.setattr(serve.ahead, "compile_scaled_linears", lambda config, layers: None)
+    options = {"scaled_linears": "dsl"} | ({} if kernel_name is None else {"scaled_linears_kernel": kernel_name})
+    mlp = in_powers_of_two(stored=True)
+    said(caplog, model_of(mlp), additional_config={"dsl": options})
+    assert type(kernel(mlp.down_proj)) is kind
+    wanted = mlp.down_proj.weight_scale_inv.to(torch.float32)
+    processed(mlp)
+    if kind is BlockScaledKernel:
+        assert mlp.down_proj.weight_scale_inv.dtype == torch.float32
+    assert torch.equal(mlp.down_proj.weight_scale_inv.to(torch.float32), wanted)
+
+
+def test_a_scale_that_is_no_power_of_two_is_named(caplog: Any) -> None:
+    """Where the checkpoint's config says that all are."""
+    mlp = in_powers_of_two(stored=False)
+    said(caplog, model_of(mlp), **UE8M0)
+    mlp.down_proj.weight_scale_inv.data[1, 0] = 0.75
+    with pytest.raises(InvalidInput, match=r"a scale of the weight is 0\.75: the checkpoint's config says scale_fmt"):
+        processed(mlp)
 
 
 def test_a_kernel_by_name(caplog: Any) -> None:

@@ -82,10 +82,10 @@ class Mxfp8Kernel(BlockScaledMma):
     kind = MXFP8
 
     def quantised(self, layer: Any, x: torch.Tensor) -> Quantized:
-        return in_mxfp8(x)
+        return rows_in_mxfp8(x)
 
 
-def in_mxfp8(x: torch.Tensor) -> Quantized:
+def rows_in_mxfp8(x: torch.Tensor) -> Quantized:
     """X [rows, k], in 16 bits, in MXFP8."""
     if not x.is_cuda:
         return mma_quantized(x, MXFP8)

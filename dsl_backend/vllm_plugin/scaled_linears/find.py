@@ -12,7 +12,7 @@ from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.gemm.activation import Activation
 from dsl_backend.linear.scaled import dispatch, tuned
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp import forward_source
@@ -24,6 +24,8 @@ from dsl_backend.vllm_plugin.projections.find import linear_backend
 X_FORMATS = {(-1, -1): TENSOR_SCALED, (1, -1): ROW_SCALED, (1, 128): GROUP_SCALED}
 WEIGHT_FORMATS = {(-1, -1): TENSOR_SCALED, (-1, 1): ROW_SCALED, (1, -1): ROW_SCALED, (128, 128): BLOCK_SCALED}
 KERNEL = "fp8_linear"
+# `Fp8LinearMethod` names a weight's scales of blocks weight_scale_inv, compressed-tensors weight_scale.
+BLOCK_SCALES = ("weight_scale_inv", "weight_scale")
 NOTHING_MEASURED = (
     "nothing measured says that dsl is faster: "
     """--additional-config '{"dsl": {"scaled_linears": "dsl"}}' has dsl serve them"""
@@ -36,17 +38,26 @@ class Service(NamedTuple):
     Attributes:
         kernel: the name of the kernels that serve; None is the best one that does.
         measured: they serve the numbers of rows for which they were measured to be faster, and vLLM's kernels others.
+    powers_of_two: the checkpoint says that its scales of blocks are, whatever their dtype.
     """
 
     kernel: str | None
     measured: bool
+    powers_of_two: bool = False
 
 
 def service_of(vllm_config: Any, target: Target) -> Service:
     asked = options.of(vllm_config)
     measured = asked.scaled_linears is ServedBy.MEASURED
     recorded = tuned.KERNELS.get(target.kernel_arch or "") if measured else None
-    return Service(asked.scaled_linears_kernel or recorded, measured)
+    return Service(asked.scaled_linears_kernel or recorded, measured, says_powers_of_two(vllm_config))
+
+
+def says_powers_of_two(vllm_config: Any) -> bool:
+    """Whether a checkpoint's config.json has `scale_fmt: ue8m0`, as DeepSeek-V3.1's."""
+    hf_config = getattr(getattr(vllm_config, "model_config", None), "hf_config", None)
+    quantization = getattr(hf_config, "quantization_config", None)
+    return isinstance(quantization, dict) and quantization.get("scale_fmt") == "ue8m0"
 
 
 def is_recorded(service: Service, target: Target) -> bool:
@@ -125,12 +136,25 @@ def judge(layer: Any, target: Target, service: Service) -> ScaledLinearSpec | st
     formats = formats_of(config)
     if isinstance(formats, str):
         return formats
-    for name in ("weight_scale_inv", "weight_scale"):
-        if (scale := getattr(layer, name, None)) is not None and scale.dtype != torch.float32:
-            return f"{name} is {scale.dtype}: float32 is needed"
+    scale = next((one for name in BLOCK_SCALES if (one := getattr(layer, name, None)) is not None), None)
+    as_stored = scale is not None and scale.dtype == MXFP8.scales
+    if scale is not None and scale.dtype != torch.float32 and (not as_stored or service.measured):
+        return f"scales of the weight are {scale.dtype}: float32 is needed"
     n, k = layer.weight.shape
+    facts = {"dtype": config.out_dtype or torch.bfloat16, "bias": layer.bias is not None}
+    if formats[1] == BLOCK_SCALED and (as_stored or service.powers_of_two) and not service.measured:
+        found = servable(n, k, MXFP8, MXFP8, target, service, **facts)
+        if not isinstance(found, str):
+            return found
+    return servable(n, k, *formats, target, service, **facts)
+
+
+def servable(
+    n: int, k: int, x: ScaledFormat, weight: ScaledFormat, target: Target, service: Service, **facts: Any
+) -> ScaledLinearSpec | str:
+    """The spec of a layer of these formats, or why no kernel serves it."""
     try:
-        spec = spec_of(n, k, *formats, dtype=config.out_dtype or torch.bfloat16, bias=layer.bias is not None)
+        spec = spec_of(n, k, x, weight, **facts)
         dispatch.choose(spec, target, service.kernel)
     except (InvalidInput, Unsupported) as error:
         return str(error)
@@ -138,7 +162,7 @@ def judge(layer: Any, target: Target, service: Service) -> ScaledLinearSpec | st
 
 
 def spec_of(n: int, k: int, x: ScaledFormat, weight: ScaledFormat, **facts: Any) -> ScaledLinearSpec:
-    return ScaledLinearSpec(n=n, k=k, x=x, weight=weight, column_major=x.blocked, **facts)
+    return ScaledLinearSpec(n=n, k=k, x=x, weight=weight, column_major=x.blocked and not x.swizzled, **facts)
 
 
 def is_pre_processed() -> bool:
@@ -212,6 +236,8 @@ def takes(parent: Any, activation: str, name: str, down: Any, kernel: Any, owner
     one_scale = theirs.x_kind == TENSOR_SCALED
     return (
         (theirs.x_kind, theirs.weight_kind) == (kernel.x_kind, kernel.weight_kind)
+        # An input in MXFP8 is quantised where it is multiplied.
+        and not theirs.x_kind.swizzled
         # A computed scale of the whole tensor needs all rows.
         and (not one_scale or bool(key.static))
         and getattr(down, "input_scale_ub", None) is None

@@ -13,12 +13,16 @@ from torch import nn
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.utils import replace_parameter
 
+from dsl_backend.errors import InvalidInput
 from dsl_backend.gemm.activation import Activation
 from dsl_backend.linear.scaled import api
 from dsl_backend.linear.scaled.eager import How
-from dsl_backend.quant.format import TENSOR_SCALED, ScaledFormat
-from dsl_backend.quant.reference import Quantized
+from dsl_backend.quant.format import BLOCK_SCALED_E8M0, MXFP8, TENSOR_SCALED, ScaledFormat
+from dsl_backend.quant.reference import Quantized, in_mxfp8
+from dsl_backend.vllm_plugin.scaled_linears.block_scaled import rows_in_mxfp8
+from dsl_backend.vllm_plugin.scaled_linears.find import BLOCK_SCALES
 from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
 
 
@@ -152,12 +156,15 @@ class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
         """Map x [..., k], or what a linked layer hands on, to [..., n]."""
         return self.layer_of(x, self.operands, self.weight_of(layer), bias)
 
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Scales that are stored as powers of two become float32."""
+        super().process_weights_after_loading(layer)
+        name, scale = block_scale(layer)
+        if scale.dtype != torch.float32:
+            replace_parameter(layer, name, scale.to(torch.float32))
+
     def weight_of(self, layer: nn.Module) -> Quantized:
-        params = self._get_layer_params(layer)
-        # `Fp8LinearMethod` names the scales weight_scale_inv, compressed-tensors weight_scale. vLLM 0.26 has no
-        # `params.block_scale`, which tells them apart.
-        scale = params.weight_scale if params.weight_scale_inv is None else params.weight_scale_inv
-        return Quantized(params.weight, scale, self.weight_kind)
+        return Quantized(layer.weight, block_scale(layer)[1], self.weight_kind)
 
     def operands(self, rows: torch.Tensor) -> Rows:
         return Rows(*self.quant_fp8(rows, None, None))
@@ -165,6 +172,46 @@ class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
     def apply_block_scaled_mm(self, **operands: Any) -> torch.Tensor:
         """Never called: `apply_weights` is this class' own."""
         raise NotImplementedError("BlockScaledKernel.apply_weights calls the kernel itself")
+
+
+def block_scale(layer: Any) -> tuple[str, torch.Tensor]:
+    """A weight's scales of blocks, with their name."""
+    name = next(name for name in BLOCK_SCALES if getattr(layer, name, None) is not None)
+    return name, getattr(layer, name)
+
+
+class PowersOfTwoKernel(BlockScaledKernel):
+    """Weights with a scale for each block of 128x128 that is a power of two, multiplied in MXFP8.
+
+    SM100's matrix products apply such scales, so that sums need not be promoted. Inputs are quantised by 32 columns.
+    """
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Raises InvalidInput: a scale is no power of two."""
+        Fp8BlockScaledMMLinearKernel.process_weights_after_loading(self, layer)
+        blocks = Quantized(layer.weight, powers_of_two(block_scale(layer)[1]), BLOCK_SCALED_E8M0)
+        layer.mxfp8_scale = nn.Parameter(in_mxfp8(blocks).scale, requires_grad=False)
+
+    def weight_of(self, layer: Any) -> Quantized:
+        return Quantized(layer.weight, layer.mxfp8_scale, MXFP8)
+
+    def operands(self, rows: torch.Tensor) -> Rows:
+        found = rows_in_mxfp8(rows)
+        return Rows(found.values, found.scale)
+
+
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The same scales as float8_e8m0fnu. Raises InvalidInput: one is no power of two."""
+    if scale.dtype == MXFP8.scales:
+        return scale
+    stored = scale.to(MXFP8.scales)
+    if not torch.equal(stored.to(torch.float32), scale):
+        wrong = scale[stored.to(torch.float32) != scale].flatten()[0].item()
+        raise InvalidInput(
+            f"a scale of the weight is {wrong}: the checkpoint's config says scale_fmt ue8m0, powers of two; "
+            "additional_config['dsl']['scaled_linears'] vllm does without"
+        )
+    return stored
 
 
 class HandedOn(nn.Module):
@@ -189,7 +236,9 @@ def kernel_of(
         rows, blocks: its class, with scales of rows and of blocks.
     """
     made: RowScaledKernel | BlockScaledKernel
-    if weight_kind.blocked:
+    if weight_kind.swizzled:
+        made = PowersOfTwoKernel(theirs.config)
+    elif weight_kind.blocked:
         made = blocks(theirs.config)
     else:
         names = getattr(theirs, "layer_param_names", ["weight", "weight_scale", "input_scale", "input_scale_ub"])

@@ -25,7 +25,6 @@ from dsl_backend.vllm_plugin.scaled_linears.find import (
     KERNEL,
     NOTHING_MEASURED,
     Service,
-    formats_of,
     holder_of,
     judge,
     layers,
@@ -66,7 +65,7 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
     served, left = serve_each(
         ((name, layer) for name, layer in layers(model) if not block_scaled.is_block_scaled(layer)),
         lambda layer: against_engine or judge(layer, target, service),
-        lambda layer, _: replace(layer, service),
+        lambda layer, spec: replace(layer, spec, service),
     )
     names = {id(module): name for name, module in model.named_modules()}
     apart = link_all(model, target, served, names) if served else Counter[str]()
@@ -104,7 +103,7 @@ def served_of(layer: Any, spec: ScaledLinearSpec, service: Service) -> Served:
     return Served(spec, service.kernel, ranges)
 
 
-def replace(layer: Any, service: Service) -> None:
+def replace(layer: Any, spec: ScaledLinearSpec, service: Service) -> None:
     """Replace the kernel of a layer's method."""
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -114,9 +113,7 @@ def replace(layer: Any, service: Service) -> None:
     assert isinstance(layer, LinearBase)
     holder = holder_of(layer)
     theirs = getattr(holder, KERNEL)
-    formats = formats_of(theirs.config)
-    assert not isinstance(formats, str)
-    ours = (measured_kernel_of if service.measured else kernel_of)(theirs, *formats, service.kernel)
+    ours = (measured_kernel_of if service.measured else kernel_of)(theirs, spec.x, spec.weight, service.kernel)
     setattr(holder, KERNEL, ours)
     # Fp8LinearMethod has a branch for a kernel that it knows.
     if getattr(holder, "use_marlin", False):
