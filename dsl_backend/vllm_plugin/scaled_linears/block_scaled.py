@@ -18,9 +18,10 @@ from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear.scaled import api, dispatch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import MXFP8, NVFP4, ScaledFormat
-from dsl_backend.quant.reference import Quantized, mma_quantized, swizzled
+from dsl_backend.quant.reference import Quantized, swizzled
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.scaled_linears.find import NOTHING_MEASURED, Service, is_pre_processed
+from dsl_backend.vllm_plugin.scaled_linears.operands import mxfp8_input, nvfp4_input
 
 KERNEL = "kernel"
 
@@ -64,13 +65,7 @@ class Nvfp4Kernel(BlockScaledMma):
     kind = NVFP4
 
     def quantised(self, layer: Any, x: torch.Tensor) -> Quantized:
-        inverse = layer.input_global_scale_inv
-        if not x.is_cuda:
-            return mma_quantized(x, NVFP4, 1 / inverse)
-        from vllm import _custom_ops as ops
-
-        values, scale = ops.scaled_fp4_quant(x, inverse)
-        return Quantized(values, scale.view(NVFP4.scales), NVFP4)
+        return nvfp4_input(x, layer.input_global_scale_inv)
 
     def alpha_of(self, layer: Any) -> torch.Tensor:
         return layer.alpha.view(1)
@@ -82,17 +77,7 @@ class Mxfp8Kernel(BlockScaledMma):
     kind = MXFP8
 
     def quantised(self, layer: Any, x: torch.Tensor) -> Quantized:
-        return rows_in_mxfp8(x)
-
-
-def rows_in_mxfp8(x: torch.Tensor) -> Quantized:
-    """X [rows, k], in 16 bits, in MXFP8."""
-    if not x.is_cuda:
-        return mma_quantized(x, MXFP8)
-    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import mxfp8_e4m3_quantize
-
-    values, scale = mxfp8_e4m3_quantize(x, is_sf_swizzled_layout=True)
-    return Quantized(values, scale.view(MXFP8.scales).view(MXFP8.scale_shape(*x.shape)), MXFP8)
+        return mxfp8_input(x)
 
 
 def nvfp4_base() -> Any:

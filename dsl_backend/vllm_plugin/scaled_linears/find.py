@@ -19,13 +19,12 @@ from dsl_backend.vllm_plugin.fused_mlp import forward_source
 from dsl_backend.vllm_plugin.fused_mlp.find import against_gate, sequence_parallelism
 from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.projections.find import linear_backend
+from dsl_backend.vllm_plugin.scaled_linears.operands import block_scale
 
 # By vLLM's group shapes; -1 is all rows or all columns.
 X_FORMATS = {(-1, -1): TENSOR_SCALED, (1, -1): ROW_SCALED, (1, 128): GROUP_SCALED}
 WEIGHT_FORMATS = {(-1, -1): TENSOR_SCALED, (-1, 1): ROW_SCALED, (1, -1): ROW_SCALED, (128, 128): BLOCK_SCALED}
 KERNEL = "fp8_linear"
-# `Fp8LinearMethod` names a weight's scales of blocks weight_scale_inv, compressed-tensors weight_scale.
-BLOCK_SCALES = ("weight_scale_inv", "weight_scale")
 NOTHING_MEASURED = (
     "nothing measured says that dsl is faster: "
     """--additional-config '{"dsl": {"scaled_linears": "dsl"}}' has dsl serve them"""
@@ -136,16 +135,17 @@ def judge(layer: Any, target: Target, service: Service) -> ScaledLinearSpec | st
     formats = formats_of(config)
     if isinstance(formats, str):
         return formats
-    scale = next((one for name in BLOCK_SCALES if (one := getattr(layer, name, None)) is not None), None)
-    as_stored = scale is not None and scale.dtype == MXFP8.scales
-    if scale is not None and scale.dtype != torch.float32 and (not as_stored or service.measured):
-        return f"scales of the weight are {scale.dtype}: float32 is needed"
+    found = block_scale(layer)
+    scales = torch.float32 if found is None else found[1].dtype
+    as_stored = scales == MXFP8.scales
+    if scales != torch.float32 and (not as_stored or service.measured):
+        return f"scales of the weight are {scales}: float32 is needed"
     n, k = layer.weight.shape
-    facts = {"dtype": config.out_dtype or torch.bfloat16, "bias": layer.bias is not None}
+    facts: dict[str, Any] = {"dtype": config.out_dtype or torch.bfloat16, "bias": layer.bias is not None}
     if formats[1] == BLOCK_SCALED and (as_stored or service.powers_of_two) and not service.measured:
-        found = servable(n, k, MXFP8, MXFP8, target, service, **facts)
-        if not isinstance(found, str):
-            return found
+        spec = servable(n, k, MXFP8, MXFP8, target, service, **facts)
+        if not isinstance(spec, str):
+            return spec
     return servable(n, k, *formats, target, service, **facts)
 
 

@@ -15,15 +15,13 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.utils import replace_parameter
 
-from dsl_backend.errors import InvalidInput
 from dsl_backend.gemm.activation import Activation
 from dsl_backend.linear.scaled import api
 from dsl_backend.linear.scaled.eager import How
 from dsl_backend.quant.format import BLOCK_SCALED_E8M0, MXFP8, TENSOR_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized, in_mxfp8
-from dsl_backend.vllm_plugin.scaled_linears.block_scaled import rows_in_mxfp8
-from dsl_backend.vllm_plugin.scaled_linears.find import BLOCK_SCALES
 from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
+from dsl_backend.vllm_plugin.scaled_linears.operands import block_scale, mxfp8_input, powers_of_two
 
 
 class Rows(NamedTuple):
@@ -159,12 +157,14 @@ class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Scales that are stored as powers of two become float32."""
         super().process_weights_after_loading(layer)
-        name, scale = block_scale(layer)
-        if scale.dtype != torch.float32:
-            replace_parameter(layer, name, scale.to(torch.float32))
+        found = block_scale(layer)
+        if found is not None and found[1].dtype != torch.float32:
+            replace_parameter(layer, found[0], found[1].to(torch.float32))
 
-    def weight_of(self, layer: nn.Module) -> Quantized:
-        return Quantized(layer.weight, block_scale(layer)[1], self.weight_kind)
+    def weight_of(self, layer: Any) -> Quantized:
+        found = block_scale(layer)
+        assert found is not None
+        return Quantized(layer.weight, found[1], self.weight_kind)
 
     def operands(self, rows: torch.Tensor) -> Rows:
         return Rows(*self.quant_fp8(rows, None, None))
@@ -172,12 +172,6 @@ class BlockScaledKernel(ServedByDsl, Fp8BlockScaledMMLinearKernel):
     def apply_block_scaled_mm(self, **operands: Any) -> torch.Tensor:
         """Never called: `apply_weights` is this class' own."""
         raise NotImplementedError("BlockScaledKernel.apply_weights calls the kernel itself")
-
-
-def block_scale(layer: Any) -> tuple[str, torch.Tensor]:
-    """A weight's scales of blocks, with their name."""
-    name = next(name for name in BLOCK_SCALES if getattr(layer, name, None) is not None)
-    return name, getattr(layer, name)
 
 
 class PowersOfTwoKernel(BlockScaledKernel):
@@ -189,29 +183,16 @@ class PowersOfTwoKernel(BlockScaledKernel):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Raises InvalidInput: a scale is no power of two."""
         Fp8BlockScaledMMLinearKernel.process_weights_after_loading(self, layer)
-        blocks = Quantized(layer.weight, powers_of_two(block_scale(layer)[1]), BLOCK_SCALED_E8M0)
+        values, scale, _ = super().weight_of(layer)
+        blocks = Quantized(values, powers_of_two(scale), BLOCK_SCALED_E8M0)
         layer.mxfp8_scale = nn.Parameter(in_mxfp8(blocks).scale, requires_grad=False)
 
     def weight_of(self, layer: Any) -> Quantized:
         return Quantized(layer.weight, layer.mxfp8_scale, MXFP8)
 
     def operands(self, rows: torch.Tensor) -> Rows:
-        found = rows_in_mxfp8(rows)
+        found = mxfp8_input(rows)
         return Rows(found.values, found.scale)
-
-
-def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """The same scales as float8_e8m0fnu. Raises InvalidInput: one is no power of two."""
-    if scale.dtype == MXFP8.scales:
-        return scale
-    stored = scale.to(MXFP8.scales)
-    if not torch.equal(stored.to(torch.float32), scale):
-        wrong = scale[stored.to(torch.float32) != scale].flatten()[0].item()
-        raise InvalidInput(
-            f"a scale of the weight is {wrong}: the checkpoint's config says scale_fmt ue8m0, powers of two; "
-            "additional_config['dsl']['scaled_linears'] vllm does without"
-        )
-    return stored
 
 
 class HandedOn(nn.Module):
