@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from dsl_backend.runtime.source_lines import Inspect
+from dsl_backend.runtime.source_lines import Inspect, remember
 
 # Triton reads this when a kernel is defined: it must be set before anything imports triton, in xdist's workers too,
 # where this file is imported first as it is here.
@@ -30,7 +30,7 @@ def pytest_runtest_setup() -> None:
     """Kernels of all tests look a source line up once: many compile the same code with other constants."""
     builder = sys.modules.get(BUILDER)
     if getattr(builder, "inspect", None) is inspect:
-        builder.inspect = SOURCE_LINES  # type: ignore[union-attr]
+        remember(builder, SOURCE_LINES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

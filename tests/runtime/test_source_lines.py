@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from dsl_backend.runtime.source_lines import looked_up_once
+from dsl_backend.runtime.source_lines import OWN, looked_up_once
 
 
 def asks(module: types.ModuleType, times: int) -> list[tuple[inspect.Traceback, inspect.Traceback]]:
@@ -55,3 +55,31 @@ def test_it_ends_with_the_block(module: types.ModuleType) -> None:
     assert module.inspect is inspect
     with looked_up_once(types.ModuleType("without")):
         pass
+
+
+def test_a_function_is_asked_once_whether_it_is_the_compilers(module: types.ModuleType) -> None:
+    asked = []
+
+    def is_own(frame: types.FrameType) -> bool:
+        asked.append(frame.f_code)
+        return frame.f_code.co_name == "own"
+
+    def own() -> types.FrameType:
+        return sys._getframe()
+
+    def other() -> types.FrameType:
+        return sys._getframe()
+
+    setattr(module, OWN, is_own)
+    with looked_up_once(module):
+        found = [getattr(module, OWN)(function()) for _ in range(3) for function in (own, other)]
+    assert found == [True, False] * 3
+    assert asked == [own.__code__, other.__code__]
+    assert getattr(module, OWN) is is_own
+
+
+def test_the_compiler_has_what_is_asked_once() -> None:
+    """Under the same name in the version that is installed: otherwise nothing is remembered, and nobody sees it."""
+    builder = pytest.importorskip("cutlass._mlir_helpers.op")
+    assert hasattr(builder, "inspect")
+    assert callable(getattr(builder, OWN))
