@@ -6,7 +6,10 @@ real server. What it leaves is marked `rest` here, by file and by name, and coun
 """
 
 import fnmatch
+import functools
+import gc
 import os
+import re
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -160,8 +163,14 @@ LEFT = pytest.StashKey[int]()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def matches(nodeid: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(nodeid, pattern) for pattern in patterns)
+@functools.cache
+def any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """One expression for all of them: to ask each of them for each of 20,000 tests takes ten times as long."""
+    return re.compile("|".join(map(fnmatch.translate, patterns)))
+
+
+def matches(nodeid: str, patterns: tuple[str, ...]) -> bool:
+    return any_of(patterns).match(nodeid) is not None
 
 
 def is_rest(nodeid: str) -> bool:
@@ -180,6 +189,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.rest)
         if matches(item.nodeid, FULL):
             item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives as long as the process: garbage collections need not look at it again."""
+    gc.freeze()
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
