@@ -8,6 +8,8 @@ SERVE_FLAGS ?=
 PYTEST_WORKERS ?= 2
 VENV ?= .venv
 export VENV
+# Where it is set, each process compiles its sources again, and pytest rewrites the asserts of 260 files each time.
+unexport PYTHONDONTWRITEBYTECODE
 
 SYSTEM_PYTHON ?= python3
 PYTHON = $(VENV)/bin/python
@@ -47,8 +49,9 @@ lint: setup ## ruff and mypy
 
 SELECTION = not full
 
+# worksteal: a worker has neighbouring tests, which share kernels that its process has compiled, until one has none left.
 unit: setup ## Tests that start no server
-	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) -m '$(SELECTION)' --durations=25 --durations-min=4
+	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) --dist worksteal -m '$(SELECTION)' --durations=25 --durations-min=4
 
 e2e: setup ## Checks against a real vLLM
 	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)' --durations=25 --durations-min=4
