@@ -164,6 +164,19 @@ def check_scales(
             )
 
 
+def check_out_scale(spec: AttentionSpec, out_scale: torch.Tensor | None, device: torch.device) -> None:
+    """A layer with quantised outputs needs their scale, which no other layer may have."""
+    if out_scale is None:
+        require(not spec.is_fp8_out, "fp8 outputs need out_scale")
+        return
+    require(spec.is_fp8_out, f"out_scale was given, and outputs are {short(spec.output_dtype)}")
+    if out_scale.numel() != 1 or out_scale.dtype != torch.float32 or out_scale.device != device:
+        raise InvalidInput(
+            f"out_scale is {short(out_scale.dtype)} {tuple(out_scale.shape)} on {out_scale.device}: one float32 on "
+            f"{device} is needed"
+        )
+
+
 def check_per_head(
     name: str, tensor: torch.Tensor | None, wanted: bool, dtypes: tuple[torch.dtype, ...], plan: AttentionPlan
 ) -> None:
@@ -193,6 +206,7 @@ def run(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     q_scale: torch.Tensor | None = None,
+    out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one layer.
 
@@ -217,6 +231,8 @@ def run(
             times its scale, and of NVFP4 times that of its block. With `spec.scales_by_request` [requests, heads_kv],
             of any strides.
         q_scale: the same of the queries where `spec.q_dtype` says that they are quantised; by key head.
+        out_scale: one float32 where `spec.out_dtype` says that outputs are quantised. The output is stored divided by
+            it, rounded, and saturated at the format's largest number, infinities too; NaN stays NaN.
 
     Raises:
         InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
@@ -231,8 +247,8 @@ def run(
         checks.tensor("q[1]", q_rope)
     if out is None:
         checks.tensor("q", q)
-        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.head_dim_v), dtype=plan.spec.dtype)
-    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale)
+        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.head_dim_v), dtype=plan.spec.output_dtype)
+    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale, out_scale)
     if torch.is_grad_enabled():
         check_gradients(operands)
     layouts = plan.planner.layouts
@@ -270,7 +286,7 @@ def check_gradients(tensors: Operands) -> None:
 def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     """Raises InvalidInput where a tensor does not fit the plan or the others."""
     spec, rows, device = plan.spec, plan.batch.num_tokens, plan.batch.device
-    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale = operands
+    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale, out_scale = operands
     for name, tensor in zip(operands._fields[5:], operands[5:], strict=True):
         if tensor is not None:
             checks.tensor(name, tensor)
@@ -279,7 +295,7 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     else:
         check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.query_dtype, device)
         check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.query_dtype, device)
-    check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.dtype, device)
+    check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.output_dtype, device)
     checks.apart("out", out)
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
     for name, tensor, width in (("keys", keys, spec.head_dim), ("values", values, spec.head_dim_v)):
@@ -296,6 +312,7 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     check_per_head("sinks", sinks, spec.sinks, SINK_DTYPES, plan)
     check_per_head("alibi_slopes", alibi_slopes, spec.alibi, (torch.float32,), plan)
     check_scales(spec, k_scale, v_scale, device, plan.batch.num_requests, q_scale)
+    check_out_scale(spec, out_scale, device)
 
 
 def check_lse(lse: torch.Tensor, rows: int, heads: int, device: torch.device) -> None:

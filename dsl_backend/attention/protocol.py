@@ -33,6 +33,7 @@ class Operands(NamedTuple):
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     q_scale: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
 
 
 Launch = Callable[[Operands], None]

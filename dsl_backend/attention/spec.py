@@ -32,10 +32,11 @@ class AttentionSpec:
         heads_q, heads_kv: query and key/value heads; heads_q is a multiple of heads_kv (1: MQA).
         head_dim: elements of a query and key row; for absorbed MLA latent + rope, such as 576.
         head_dim_v: elements of a value and output row.
-        dtype: of queries and outputs.
+        dtype: of queries and outputs, unless these are quantised.
         q_dtype: torch.float8_e4m3fn where queries are quantised, which needs an fp8 cache; None: they are of dtype.
         kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2, or
             torch.float4_e2m1fn_x2 for NVFP4 (`quant.format.KVFormat` says how it is stored).
+        out_dtype: torch.float8_e4m3fn where outputs are quantised, by one scale; None: they are of dtype.
         scales_by_request: scales of 8-bit tensors are [requests, heads_kv], as FlashAttention-3's descale tensors.
         page_size: tokens a page; None where keys and values are packed without pages.
         scale: multiplies q·k.
@@ -67,6 +68,7 @@ class AttentionSpec:
     batch_invariant: bool = False
     scales_by_request: bool = False
     q_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)  # the class is frozen
@@ -87,6 +89,13 @@ class AttentionSpec:
                 self.q_dtype == E4M3.dtype and is_fp8(self.kv_dtype),
                 f"q_dtype is {short(self.q_dtype)} with keys of {short(self.kv_dtype)}: None, or {E4M3.name} with an "
                 f"fp8 cache, is possible",
+            )
+        if self.out_dtype is not None:
+            checks.dtype("out_dtype", self.out_dtype)
+            require(
+                self.out_dtype == E4M3.dtype and not self.mla,
+                f"out_dtype is {short(self.out_dtype)}{' with the latent values of MLA' if self.mla else ''}: None, or "
+                f"{E4M3.name} with values of their own, is possible",
             )
         checks.member("causality", self.causality, Causality)
         for name in ("sinks", "alibi", "mla", "batch_invariant", "scales_by_request"):
@@ -137,6 +146,16 @@ class AttentionSpec:
         return self.dtype if self.q_dtype is None else self.q_dtype
 
     @property
+    def is_fp8_out(self) -> bool:
+        """Whether outputs are quantised, by a scale."""
+        return self.out_dtype is not None
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Of outputs as they are stored."""
+        return self.dtype if self.out_dtype is None else self.out_dtype
+
+    @property
     def written_dims(self) -> tuple[int, int]:
         """Elements of what is written into the cache as a key and as a value: of absorbed MLA the latent, then rope."""
         return (self.head_dim_v, self.head_dim - self.head_dim_v) if self.mla else (self.head_dim, self.head_dim_v)
@@ -153,8 +172,9 @@ class AttentionSpec:
         page = "packed" if self.page_size is None else f"page {self.page_size}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
         q = f", {short(self.q_dtype)} queries" if self.q_dtype is not None else ""
+        out = f", {short(self.out_dtype)} outputs" if self.out_dtype is not None else ""
         heads = f"{self.heads_q}/{self.heads_kv} heads of {dim}"
-        return f"{heads}, {short(self.dtype)}{q}{kv}, {page}, {' '.join(features)}"
+        return f"{heads}, {short(self.dtype)}{q}{kv}{out}, {page}, {' '.join(features)}"
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,15 @@ WGMMA is asynchronous, but the compiler sees its registers as written where the 
 no instruction. They only stop the compiler from moving arithmetic on such registers.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import cutlass
 from cutlass import cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
+
+from dsl_backend.primitives.math import f32_to_e4m3
 
 Word = TypeVar("Word", cutlass.Int32, cutlass.Uint32, cutlass.Float32)
 
@@ -74,8 +77,28 @@ def cvt_f16x2(low: cutlass.Float32, high: cutlass.Float32, dtype: cutlass.Conste
     )
 
 
+def round_to(values: Sequence[cutlass.Float32], result: cute.Tensor) -> None:
+    """Round float32 to the elements of `result`, in order: numbers of 16 bits, or bytes, which receive e4m3.
+
+    These saturate at 448, infinities too; NaN stays NaN. There are one, two or a multiple of four.
+    """
+    if result.element_type is not cutlass.Uint8:
+        for i, value in enumerate(values):
+            result[i] = value.to(result.element_type)
+    elif len(values) % 4 == 0:
+        words = words_of(result)
+        for i in range(0, len(values), 4):
+            words[i // 4] = f32_to_e4m3(*values[i : i + 4])
+    else:
+        # A whole word: its other numbers are the same ones again, as libNVVM (CuTe DSL 4.6.0) refuses constants here.
+        quad = cute.make_rmem_tensor(4, cutlass.Uint8)
+        words_of(quad)[0] = f32_to_e4m3(*(list(values) * 4)[:4])
+        for i in range(len(values)):
+            result[i] = quad[i]
+
+
 def words_of(operand: cute.Tensor) -> cute.Tensor:
-    """View the registers of a 16-bit operand as 32-bit words."""
+    """View registers of 16-bit elements or bytes as 32-bit words."""
     return cute.recast_tensor(cute.make_tensor(operand.iterator, cute.make_layout(cute.size(operand))), cutlass.Int32)
 
 

@@ -13,23 +13,34 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.cases import Case
 from dsl_backend.testing.inputs import SENTINEL, Expected, Problem
-from dsl_backend.testing.numerics import assert_lse_within_budget, assert_within_budget
+from dsl_backend.testing.numerics import assert_lse_within_budget, assert_within_budget, before_rounding
 
 
 @dataclass(frozen=True)
 class Result:
-    """out [rows, heads_q, head_dim_v] and lse [rows, heads_q]; SENTINEL where nothing was written."""
+    """out [rows, heads_q, head_dim_v] and lse [rows, heads_q]; SENTINEL where nothing was written.
+
+    out_scale: of quantised outputs.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
+    out_scale: torch.Tensor | None = None
+
+    def out_near(self, exact: torch.Tensor) -> torch.Tensor:
+        """Outputs to be judged by a budget of 16 bits: quantised ones as near to `exact` as rounding explains."""
+        if self.out_scale is None:
+            return self.out
+        scale = self.out_scale.double()
+        return before_rounding(self.out, exact / scale) * scale
 
 
 def empty_result(problem: Problem) -> Result:
     """Tensors full of SENTINEL for a problem's results; lse is stored heads first, as vLLM wants it."""
     spec, rows = problem.spec, problem.q.shape[0]
-    out = torch.full((rows, spec.heads_q, spec.head_dim_v), SENTINEL, dtype=spec.dtype, device=problem.device)
+    out = torch.full((rows, spec.heads_q, spec.head_dim_v), SENTINEL, dtype=spec.output_dtype, device=problem.device)
     lse = torch.full((spec.heads_q, rows), SENTINEL, dtype=torch.float32, device=problem.device).t()
-    return Result(out, lse)
+    return Result(out, lse, problem.out_scale)
 
 
 def launch(
@@ -79,8 +90,9 @@ def judge(result: Result, expected: Expected, magnitude: torch.Tensor, *, with_l
     mine = expected.owned
     for name, tensor in (("out", result.out), ("lse", result.lse)):
         rest = tensor[~mine]
-        assert (rest == SENTINEL).all(), f"{name}: rows of no request were written: {rest}"
-    assert_within_budget(result.out[mine], expected.out[mine], expected.naive[mine])
+        assert (rest.float() == SENTINEL).all(), f"{name}: rows of no request were written: {rest}"
+    out = result.out_near(expected.out).to(expected.naive.dtype)
+    assert_within_budget(out[mine], expected.out[mine], expected.naive[mine])
     if not with_lse:
         assert (result.lse == SENTINEL).all(), "lse: written, and not asked for"
         return

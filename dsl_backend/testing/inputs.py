@@ -20,6 +20,8 @@ from dsl_backend.quant.format import NVFP4_KV, is_fp8
 # What the rest of an `out` or `lse` tensor holds before a launch, to see that it is left alone.
 SENTINEL = -96.0
 K_SCALE, V_SCALE, Q_SCALE = 0.043, 0.071, 0.017
+# Of outputs: those of a few standard normal values are larger than 448 of it, those of many are subnormal.
+OUT_SCALE = 0.0031
 # Page numbers that fault or read nonsense when they are followed.
 BAD_PAGES = (-1, 2**31 - 1, -(2**31), 2**30)
 
@@ -64,7 +66,7 @@ class Expected:
     """What a problem's results are judged by. Rows are q's; `owned` says which belong to a request.
 
     Attributes:
-        out: [rows, heads_q, head_dim_v] float64 oracle.
+        out: [rows, heads_q, head_dim_v] float64 oracle, not quantised.
         naive: the same in q's dtype, every intermediate included.
         lse: [rows, heads_q] float64 oracle.
         lse_single: the same in float32.
@@ -92,6 +94,7 @@ class Problem:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     q_scale: torch.Tensor | None = None
+    out_scale: torch.Tensor | None = None
     stale: bool = False
     q_lens: tuple[int, ...] = ()
     kv_lens: tuple[int, ...] = ()
@@ -102,6 +105,11 @@ class Problem:
 
     @property
     def extras(self) -> dict[str, Any]:
+        """The keyword arguments of `api.run` that are not its results."""
+        return self.scoring | {"out_scale": self.out_scale}
+
+    @property
+    def scoring(self) -> dict[str, Any]:
         """The keyword arguments that `api.run` and `reference.attention` share."""
         return {
             "sinks": self.sinks,
@@ -156,7 +164,7 @@ class Problem:
 
         def compute(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
             return reference.attention(
-                self.spec, self.batch, self.q, self.keys, self.values, compute_dtype=dtype, **self.extras
+                self.spec, self.batch, self.q, self.keys, self.values, compute_dtype=dtype, **self.scoring
             )
 
         out, lse = compute(torch.float64)
@@ -411,6 +419,7 @@ def make_problem(
         k_scale=scale_of(spec, K_SCALE, scales_by_head, requests).to(device) if spec.is_quantized_kv else None,
         v_scale=scale_of(spec, V_SCALE, scales_by_head, requests).to(device) if spec.is_quantized_kv else None,
         q_scale=scale_of(spec, Q_SCALE, scales_by_head, requests).to(device) if spec.is_fp8_q else None,
+        out_scale=torch.full((1,), OUT_SCALE, device=device) if spec.is_fp8_out else None,
         stale=around.stale,
     )
     assert (causal is not None) == (spec.causality is Causality.PER_REQUEST)

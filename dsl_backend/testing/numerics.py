@@ -59,6 +59,18 @@ def assert_errors_fit(out: torch.Tensor, exact: torch.Tensor, budget: torch.Tens
         )
 
 
+def before_rounding(stored: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The numbers, float64, of which `stored` are the nearest in e4m3, saturated, and which are nearest to `exact`."""
+    values = stored.double()
+    # Half of the distance to the next number, of subnormals too. That to a smaller one may be half of it.
+    exponent = torch.where(values == 0, -5, torch.frexp(values.nan_to_num()).exponent.clamp(min=-5))
+    half = torch.exp2(exponent.double() - 5)
+    limit = torch.finfo(stored.dtype).max
+    low = torch.where(values == -limit, -torch.inf, values - half)
+    high = torch.where(values == limit, torch.inf, values + half)
+    return torch.where(exact.isnan() | values.isnan(), values, exact.clamp(low, high))
+
+
 def assert_within_budget(
     out: torch.Tensor,
     exact: torch.Tensor,

@@ -11,10 +11,11 @@ from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, Sp
 from dsl_backend.attention.cute.scheduler.requests import Requests, from_lane, request_of
 from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS, FixedSplitRange
 from dsl_backend.attention.cute.scheduler.work_tile import q_head_of, v_split_of
-from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, out_factor_of
 from dsl_backend.attention.cute.sizes import fold_workspace_size, partial_size
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.accumulators import round_to
 from dsl_backend.primitives.copy import VECTOR_BYTES, load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma, quotient, tree_reduce
 
@@ -577,14 +578,14 @@ class CombineThread:
         request = cutlass.Int32(0)
         if cutlass.const_expr(self.key.scales_by_request):
             request = request_of(self.requests, q_offset)
-        scale, row_lse = finalize(row_max, row_sum, sink, v_scale_of(self.key, self.scoring, head_block, request))
+        factor = out_factor_of(self.key, self.scoring, head_block, request)
+        scale, row_lse = finalize(row_max, row_sum, sink, factor)
         out_column = column
         if cutlass.const_expr(self.key.v_splits > 1):
             out_column += v_split_of(self.key, head_block) * self.key.columns
         if column < self.key.columns:
             result = cute.make_rmem_tensor(acc_O.shape, out.element_type)
-            for j in cutlass.range_constexpr(cute.size(acc_O)):
-                result[j] = (acc_O[j] * scale).to(out.element_type)
+            round_to([acc_O[j] * scale for j in range(cute.size(acc_O))], result)
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + out_column
             store_vector(result, out.iterator, offset)
         if cutlass.const_expr(self.key.lse):

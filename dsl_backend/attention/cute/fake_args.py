@@ -61,7 +61,7 @@ def fake_mla_tensors(key: LayerKey) -> MlaTensors:
 
 def fake_outputs(key: LayerKey) -> tuple[Any, Any]:
     """`out` and `lse`."""
-    out = fake_rows(NUMERIC[key.dtype], key.head_dim_v, key.heads_q, cute.sym_int())
+    out = fake_rows(cutlass.Uint8 if key.fp8_out else NUMERIC[key.dtype], key.head_dim_v, key.heads_q, cute.sym_int())
     if not key.lse:
         return out, None
     strides = (cute.sym_int64(), cute.sym_int64())
@@ -91,6 +91,7 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
         fake_layer_scale(key) if key.kv.quantized else None,
         fake_layer_scale(key) if key.kv.quantized else None,
         fake_layer_scale(key) if key.fp8_q else None,
+        fake_vector(cutlass.Float32, 1) if key.fp8_out else None,
     )
 
 

@@ -70,6 +70,7 @@ def facts_of(
         "tiles_per_split": tiles_per_split,
         "scales_by_request": spec.scales_by_request,
         "fp8_q": spec.is_fp8_q,
+        "fp8_out": spec.is_fp8_out,
         "scores": ScoreModKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
         ),
@@ -267,9 +268,12 @@ class LayerKernel(Kernel):
     def scoring(self, operands: Operands) -> Any:
         """The ScoreModArgs of a launch."""
         sinks, slopes = operands.sinks, operands.alibi_slopes
-        if sinks is None and slopes is None and not self.spec.is_quantized_kv:
+        spec, out_scale = self.spec, operands.out_scale
+        if sinks is None and slopes is None and out_scale is None and not spec.is_quantized_kv:
             return self.plain_scoring
-        return ScoreModArgs(self.spec.scale, self.spec.softcap, sinks, slopes, *scales_of(self.spec, operands))
+        # One number of any shape.
+        out_scale = None if out_scale is None else out_scale.view(1)
+        return ScoreModArgs(spec.scale, spec.softcap, sinks, slopes, *scales_of(spec, operands), out_scale)
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         if batch.num_requests == 0 or batch.num_tokens == 0:
@@ -296,9 +300,11 @@ class LayerKernel(Kernel):
         shared = cache(lambda: toolkit.converted(requests))
 
         def launch(operands: Operands) -> None:
-            lse, sinks = operands.lse, operands.sinks
+            lse, sinks, out = operands.lse, operands.sinks, operands.out
+            if spec.is_fp8_out:
+                out = out.view(torch.uint8)
             function = self.function(lse is not None, None if sinks is None else sinks.dtype)
-            function(tensors(operands), operands.out, lse, *scratch, shared(), self.scoring(operands), num_ctas)
+            function(tensors(operands), out, lse, *scratch, shared(), self.scoring(operands), num_ctas)
 
         return launch
 

@@ -9,10 +9,10 @@ from cutlass import cute
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of
-from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of, v_scale_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, out_factor_of, score_mod_of
 from dsl_backend.primitives.accumulators import cvt_f16x2, words_of
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.primitives.math import LOG2_E
+from dsl_backend.primitives.math import LOG2_E, f32_to_e4m3, permute_bytes
 
 ROWS_PER_THREAD = 2  # of an accumulator, 8 apart
 QUAD = 4  # lanes that share a row of an accumulator
@@ -76,9 +76,9 @@ class AccumulatorRows:
         return sink
 
     @cute.jit
-    def v_scale(self, work: WorkTile):
-        """The scale of stored values; None where they are not quantized."""
-        return v_scale_of(self.key, self.scoring, work.head_block, work.kv_source)
+    def out_factor(self, work: WorkTile):
+        """What outputs are multiplied by besides the inverse of row_sum: `out_factor_of` the work tile."""
+        return out_factor_of(self.key, self.scoring, work.head_block, work.kv_source)
 
     @cute.jit
     def apply_score_mod(self, acc_S: cute.Tensor, work: WorkTile, n_block: cutlass.Int32):
@@ -132,6 +132,8 @@ def store_acc_row(
 ):
     """A row of O (row, column) from registers to the output, rounded, 8 bytes at a time; by all lanes of a warp.
 
+    An output of bytes gets e4m3.
+
     Not through shared memory: the stage of Q is free as soon as QK is done, and the next Q is being loaded into it.
     Neighbouring lanes exchange a pair of columns, so that a quad writes 32 contiguous bytes.
 
@@ -139,6 +141,22 @@ def store_acc_row(
         offset: of the row's first column in the output, in elements.
         row_exists: whether the output has the row. columns: of the output that the row has.
     """
+    if cutlass.const_expr(out.element_type is cutlass.Uint8):
+        store_acc_row_e4m3(acc_O, row, out, offset, thread, row_exists, columns)
+    else:
+        store_acc_row_16(acc_O, row, out, offset, thread, row_exists, columns)
+
+
+@cute.jit
+def store_acc_row_16(
+    acc_O: cute.Tensor,
+    row: cutlass.Constexpr[int],
+    out: cute.Tensor,
+    offset: cutlass.Int64,
+    thread: cutlass.Int32,
+    row_exists: cutlass.Boolean,
+    columns: cutlass.Constexpr[int],
+):
     odd = thread % 2 != 0
     vector = cute.make_rmem_tensor(4, out.element_type)
     words = words_of(vector)
@@ -150,5 +168,40 @@ def store_acc_row(
         words[0] = received if odd else first
         words[1] = second if odd else received
         column = j * 4 + (8 if odd else 0) + thread % QUAD // 2 * 4
+        if row_exists and column < columns:
+            store_vector(vector, out.iterator, offset + column)
+
+
+@cute.jit
+def store_acc_row_e4m3(
+    acc_O: cute.Tensor,
+    row: cutlass.Constexpr[int],
+    out: cute.Tensor,
+    offset: cutlass.Int64,
+    thread: cutlass.Int32,
+    row_exists: cutlass.Boolean,
+    columns: cutlass.Constexpr[int],
+):
+    """A lane has a pair of each 8 columns, and a quad exchanges them, so that each of its lanes has 8 columns."""
+    odd, upper = thread % 2 != 0, thread % QUAD >= QUAD // 2
+    low_halves, high_halves = cutlass.Int32(0x5410), cutlass.Int32(0x7632)
+    own_halves, other_halves = (high_halves if odd else low_halves), (low_halves if odd else high_halves)
+    vector = cute.make_rmem_tensor(8, out.element_type)
+    words = words_of(vector)
+    count = cutlass.const_expr(cute.size(acc_O, mode=[1]))
+    for j in cutlass.range_constexpr(0, count, 8):
+        # Pairs of the first two of four groups of 8 columns, and of the last two, which go to the upper lanes.
+        low, high = f32_to_e4m3(*[acc_O[row, j + i] for i in range(4)]), cutlass.Int32(0)
+        if cutlass.const_expr(j + 4 < count):
+            high = f32_to_e4m3(*[acc_O[row, j + i] for i in range(4, 8)])
+        received = cute.arch.shuffle_sync_bfly(low if upper else high, 2)
+        of_lower, of_upper = (received if upper else low), (high if upper else received)
+        # One of these two groups is the lane's, the other its neighbour's.
+        kept = permute_bytes(of_lower, of_upper, own_halves)
+        received = cute.arch.shuffle_sync_bfly(permute_bytes(of_lower, of_upper, other_halves), 1)
+        of_even, of_odd = (received if odd else kept), (kept if odd else received)
+        words[0] = permute_bytes(of_even, of_odd, low_halves)
+        words[1] = permute_bytes(of_even, of_odd, high_halves)
+        column = j * 4 + thread % QUAD * 8
         if row_exists and column < columns:
             store_vector(vector, out.iterator, offset + column)

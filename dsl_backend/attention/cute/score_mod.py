@@ -36,6 +36,7 @@ class ScoreModArgs(NamedTuple):
         k_scale, v_scale: dequantization scales of an fp8 cache. A scale that all heads share has a stride of 0. With
             `LayerKey.scales_by_request` (request, head_kv).
         q_scale: the same of quantised queries, by KV head.
+        out_scale: what quantised outputs are divided by.
     """
 
     scale: cutlass.Float32
@@ -45,6 +46,7 @@ class ScoreModArgs(NamedTuple):
     k_scale: cute.Tensor | None  # (head_kv), float32
     v_scale: cute.Tensor | None  # (head_kv), float32
     q_scale: cute.Tensor | None = None  # (head_kv), float32
+    out_scale: cute.Tensor | None = None  # (1), float32
 
 
 def element_of(key: Any, scale: cute.Tensor, head_block: Any, request: Any) -> cutlass.Float32:
@@ -61,6 +63,18 @@ def v_scale_of(key: Any, scoring: ScoreModArgs, head_block: Any, request: Any) -
         request: read only with `key.scales_by_request`.
     """
     return None if scoring.v_scale is None else element_of(key, scoring.v_scale, head_block, request)
+
+
+def out_factor_of(key: Any, scoring: ScoreModArgs, head_block: Any, request: Any) -> cutlass.Float32 | None:
+    """What outputs are multiplied by besides the inverse of row_sum; None for 1.
+
+    It is the scale of the values and the inverse of the outputs'; arguments as of `v_scale_of`.
+    """
+    v_scale = v_scale_of(key, scoring, head_block, request)
+    if scoring.out_scale is None:
+        return v_scale
+    inverse = cutlass.Float32(1.0) / scoring.out_scale[0]
+    return inverse if v_scale is None else v_scale * inverse
 
 
 class SoftmaxScale:

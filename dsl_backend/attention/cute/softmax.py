@@ -87,14 +87,14 @@ def finalize(
     row_max: cutlass.Float32,
     row_sum: cutlass.Float32,
     sink: Any,
-    v_scale: Any,
+    factor: Any,
 ):
     """Return (what a row of O is multiplied by, the row's natural LSE).
 
     Args:
         row_max: in base 2, scaled.
         sink: float32, a logit that joins the denominator; None if the layer has none.
-        v_scale: float32, dequantization scale of the values; None if they are not quantized.
+        factor: float32, of scales of values and outputs (`score_mod.out_factor_of`); None for 1.
     """
     rescale = cutlass.Float32(1.0)
     if cutlass.const_expr(sink is not None):
@@ -104,6 +104,6 @@ def finalize(
         row_max = row_max_sink
     # row_sum is 0 if the row saw no key; NaN stays NaN.
     out_scale = cutlass.Float32(0.0) if row_sum == 0.0 else rescale / row_sum
-    if cutlass.const_expr(v_scale is not None):
-        out_scale *= v_scale
+    if cutlass.const_expr(factor is not None):
+        out_scale *= factor
     return out_scale, (row_max + cute.math.log2(row_sum, fastmath=True)) * LN_2

@@ -36,7 +36,7 @@ class LayerKey:
     """What a kernel's code depends on: the layer, and what a launch computes.
 
     Attributes:
-        dtype: of queries, keys, values and outputs.
+        dtype: of queries, keys, values and outputs, as far as these are not quantized.
         heads_q, heads_kv: of the layer.
         pack_gqa: query heads whose rows share a tile.
         page_size: tokens of a page; 0 if keys and values are packed.
@@ -50,6 +50,7 @@ class LayerKey:
         scales_by_request: each request has dequantization scales of its own; keys are paged.
         fp8_q: queries arrive in e4m3, with dequantization scales.
         reads_fp8_q: the kernel takes these as they are; for others a launch before converts them to dtype.
+        fp8_out: outputs are divided by a scale and stored in e4m3, as bytes.
     """
 
     reads_fp8_q: ClassVar[bool] = False
@@ -71,6 +72,7 @@ class LayerKey:
     scores: ScoreModKey
     scales_by_request: bool = False
     fp8_q: bool = False
+    fp8_out: bool = False
 
     @property
     def dynamic_scheduler(self) -> bool:
@@ -301,6 +303,11 @@ class TiledKernel:
         )
 
 
+def vector_of(out: cute.Tensor) -> int:
+    """Elements of an output in 16 bytes."""
+    return VECTOR * 16 // out.element_type.width
+
+
 @cute.jit
 def store_rows(
     rows: cute.Tensor,
@@ -315,10 +322,10 @@ def store_rows(
     """Store the rows first ... first + count - 1 of a tile from shared to global memory, 16 bytes a thread.
 
     Args:
-        rows: the tile, [row, column].
+        rows: the tile, [row, column]. Of an output of bytes, an element of 16 bits has two of them.
         thread: index among the `threads` that call it.
     """
-    vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // VECTOR)
+    vectors = cutlass.const_expr(cute.size(rows, mode=[1]) // vector_of(out))
     row_threads = cutlass.const_expr(math.gcd(vectors, threads))
     turns, step = cutlass.const_expr(vectors // row_threads), cutlass.const_expr(threads // row_threads)
     if cutlass.const_expr(step % key.pack_gqa == 0 and count % step == 0):
@@ -348,10 +355,11 @@ def store_chunk(
     offset: cutlass.Int64,
 ):
     """Store 16 bytes of row m, which begins at `offset` in the output."""
-    if m < work.num_rows and column * VECTOR < key.columns:
+    vector = cutlass.const_expr(vector_of(out))
+    if m < work.num_rows and column * vector < key.columns:
         fragment = cute.make_rmem_tensor(VECTOR, rows.element_type)
         cute.autovec_copy(cute.group_modes(cute.local_tile(rows, (1, VECTOR), (m, column)), 0, 2), fragment)
-        store_vector(fragment, out.iterator, offset + column * VECTOR)
+        store_vector(cute.recast_tensor(fragment, out.element_type), out.iterator, offset + column * vector)
 
 
 @cute.jit

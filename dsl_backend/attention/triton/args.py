@@ -155,6 +155,7 @@ class ScoreModArgs(NamedTuple):
     v_request_stride: Any
     q_request_stride: Any
     q_scale_stride: Any
+    out_scale: Any
 
 
 class Scratch(NamedTuple):
@@ -205,7 +206,7 @@ def tiles_of(config: TileConfig, scan: int) -> Tiles:
 
 
 def kv_storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
-    """fp8 keys or queries as the target reads them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
+    """fp8 keys, queries or outputs as the target has them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
 
     An e5m2 is the upper byte of a float16: a shift converts it on every target, infinities and NaN included.
     """
@@ -225,10 +226,11 @@ def cache_of(tensor: torch.Tensor, target: Target) -> Cache:
     return Cache(kv_storage(tensor, target), *(strides if len(strides) == 3 else (0, *strides)))
 
 
-def outputs_of(operands: Operands) -> Outputs:
+def outputs_of(target: Target, operands: Operands) -> Outputs:
     lse = rows_of(operands.lse)
     return Outputs(
-        rows_of(operands.out), Rows(lse.ptr, unspecialized(lse.token_stride), unspecialized(lse.head_stride))
+        rows_of(kv_storage(operands.out, target)),
+        Rows(lse.ptr, unspecialized(lse.token_stride), unspecialized(lse.head_stride)),
     )
 
 
@@ -239,7 +241,7 @@ def tensors_of(spec: AttentionSpec, target: Target, operands: Operands) -> Tenso
         rows_of(kv_storage(q2, target)),
         cache_of(operands.keys, target),
         cache_of(operands.values, target),
-        outputs_of(operands),
+        outputs_of(target, operands),
     )
 
 
@@ -267,6 +269,7 @@ def score_mod_of(spec: AttentionSpec, operands: Operands) -> ScoreModArgs:
         unspecialized(request_stride(spec, operands.v_scale)),
         unspecialized(request_stride(spec, operands.q_scale)),
         unspecialized(scale_stride(operands.q_scale)),
+        operands.out_scale,
     )
 
 

@@ -346,7 +346,7 @@ class BatchInvariant(Kernel):
             **options,
         )
         combine_kernel[(min(row_tiles * rows, 8 * self.config.num_programs),)](
-            outputs_of(operands),
+            outputs_of(self.target, operands),
             score_mod_of(self.spec, operands),
             scale_stride(operands.v_scale),
             scratch,

@@ -46,6 +46,7 @@ from dsl_backend.attention.triton.tiles import (
     store_partial,
 )
 from dsl_backend.attention.triton.warm_up import operands_of, warm_up
+from dsl_backend.quant.triton.convert import quantize
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -174,7 +175,7 @@ def combine_kernel(
     out = outputs.out
     lse = outputs.lse
     pointers = out.ptr + token * out.token_stride + head * out.head_stride + column
-    tl.store(pointers, (acc * factor).to(out.ptr.dtype.element_ty), mask=column < LAYER.head_dim_v)
+    tl.store(pointers, quantize(acc * factor, out.ptr.dtype.element_ty, False), mask=column < LAYER.head_dim_v)
     if lse.ptr is not None:
         if tl.program_id(2) == 0:
             tl.store(lse_pointers(lse, token, head) + tl.arange(0, 1), row_lse)
@@ -251,7 +252,7 @@ class SplitKV(Kernel):
         rows = min(config.block_m, longest * self.spec.group)
         columns = min(256, self.dv & -self.dv)  # the largest power of two that divides a row
         combine_kernel[(config.num_programs, rows, self.dv // columns)](
-            outputs_of(operands),
+            outputs_of(self.target, operands),
             score_mod_of(self.spec, operands),
             scale_stride(operands.v_scale),
             scratch,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.triton.args import number_of
-from dsl_backend.quant.triton.convert import dequantize, e2m1_to_f32
+from dsl_backend.quant.triton.convert import dequantize, e2m1_to_f32, quantize
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
@@ -400,7 +400,7 @@ def store_partial(softmax, keep, partial, ROWS, LAYER, TILES):
 
 @triton.jit
 def normalizer(row_max, row_sum, keep, head, request, scores, LAYER):
-    """The factor from a row's accumulator to its output, sinks and fp8 scale included; and the row's LSE.
+    """The factor from a row's accumulator to its output, sinks and fp8 scales included; and the row's LSE.
 
     request: read only where each has scales of its own.
     """
@@ -417,6 +417,8 @@ def normalizer(row_max, row_sum, keep, head, request, scores, LAYER):
         of_request = request_scales(request, scores.args.v_request_stride, LAYER)
         of_head = head // LAYER.group * scores.v_scale_stride
         factor *= tl.load(scores.args.v_scale + of_request + of_head, mask=keep, other=1.0)
+    if scores.args.out_scale is not None:
+        factor *= 1.0 / tl.load(scores.args.out_scale)
     return factor, (row_max + tl.log2(row_sum)) * LN2
 
 
@@ -424,7 +426,7 @@ def normalizer(row_max, row_sum, keep, head, request, scores, LAYER):
 def store_rows(ptr, rows, values, keep, FIRST: tl.constexpr, BLOCK_D: tl.constexpr, DIM: tl.constexpr):
     d = FIRST + tl.arange(0, BLOCK_D)
     inside = keep[:, None] & (d < DIM)[None, :]
-    tl.store(ptr + rows[:, None] + d[None, :], values.to(ptr.dtype.element_ty), mask=inside)
+    tl.store(ptr + rows[:, None] + d[None, :], quantize(values, ptr.dtype.element_ty, False), mask=inside)
 
 
 @triton.jit

@@ -81,11 +81,12 @@ def operands_of(spec: AttentionSpec, device: torch.device, lse: bool, sinks: tor
             q_rope=None,
             keys=keys,
             values=values,
-            out=torch.zeros(1, spec.heads_q, spec.head_dim_v, dtype=spec.dtype, device=device),
+            out=torch.zeros(1, spec.heads_q, spec.head_dim_v, dtype=spec.output_dtype, device=device),
             lse=torch.zeros(1, spec.heads_q, device=device) if lse else None,
             sinks=None if sinks is None else torch.zeros(spec.heads_q, dtype=sinks, device=device),
             alibi_slopes=torch.zeros(spec.heads_q, device=device) if spec.alibi else None,
             k_scale=scale,
             v_scale=scale,
             q_scale=scale if spec.is_fp8_q else None,
+            out_scale=torch.ones(1, device=device) if spec.is_fp8_out else None,
         )

@@ -29,7 +29,7 @@ class Case:
         heads: query and key/value heads.
         dim: of a head's queries and keys; dim_v of its values where it differs.
         fp8: keys and values are stored as fp8, of fp8_dtype; nvfp4: as NVFP4.
-        fp8_q: queries arrive in e4m3.
+        fp8_q: queries arrive in e4m3; fp8_out: outputs are stored in it.
         scales_by_head: each key head has scales of its own; scales_by_request: each request.
         window: keys visible before and after a position.
         causal: of each request, and then Causality.PER_REQUEST.
@@ -57,6 +57,7 @@ class Case:
     fp8_dtype: torch.dtype = FP8
     nvfp4: bool = False
     fp8_q: bool = False
+    fp8_out: bool = False
     scales_by_head: bool = False
     scales_by_request: bool = False
     page: int | None = 16
@@ -98,6 +99,7 @@ class Case:
             batch_invariant=self.batch_invariant,
             scales_by_request=self.scales_by_request,
             q_dtype=FP8 if self.fp8_q else None,
+            out_dtype=FP8 if self.fp8_out else None,
         )
 
     def problem(self, device: torch.device | str = "cpu") -> Problem:

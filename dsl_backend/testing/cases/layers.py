@@ -105,6 +105,37 @@ DTYPES = [
         batch_invariant=True,
         why="fixed splits are combined with the request's scale",
     ),
+    Case(
+        "fp8-out",
+        (1, 2, 20),
+        (150, 20, 64),
+        heads=(6, 3),
+        fp8_out=True,
+        window=(40, None),
+        nan_request=1,
+        why="outputs in e4m3, of which some saturate; a NaN stays its request's",
+    ),
+    Case(
+        "fp8-out-splits",
+        (0, 2, 1, 0, 1),
+        (0, 700, 40, 0, 900),
+        heads=(4, 1),
+        dim=80,
+        dtype=FP16,
+        fp8=True,
+        fp8_out=True,
+        programs=5,
+        why="the combine kernel rounds to e4m3; values have a scale too; rows of 80 bytes",
+    ),
+    Case(
+        "fp8-out-invariant",
+        (1, 2, 20),
+        (20, 1500, 64),
+        fp8_out=True,
+        batch_invariant=True,
+        sinks=True,
+        why="fixed splits are combined to e4m3, by lanes of single columns",
+    ),
 ]
 
 HEAD_DIMS = [

@@ -9,7 +9,7 @@ from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows, q_head_of
-from dsl_backend.attention.cute.score_mod import ScoreModArgs, v_scale_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, out_factor_of
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
 from dsl_backend.attention.cute.sm100.dense_configs import MMA_M, WARP
@@ -19,8 +19,9 @@ from dsl_backend.attention.cute.sm100.folded_row import FoldedRow, is_last_split
 from dsl_backend.attention.cute.sm100.idle_warps import arrive, arrive_count_of
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages, SharedKVStages
 from dsl_backend.attention.cute.softmax import finalize
-from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel, row_offset, store_rows
+from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel, row_offset, store_rows, vector_of
 from dsl_backend.primitives import tmem
+from dsl_backend.primitives.accumulators import round_to
 from dsl_backend.primitives.copy import clear_rows, exchange_vectors, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -439,13 +440,15 @@ class CorrectionWarps:
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        v_scale = v_scale_of(self.key, self.scoring, work.head_block, work.kv_source)
-        out_scale, row_lse = finalize(row_max, row_sum, sink, v_scale)
+        factor = out_factor_of(self.key, self.scoring, work.head_block, work.kv_source)
+        out_scale, row_lse = finalize(row_max, row_sum, sink, factor)
         if cutlass.const_expr(self.key.lse):
             mLSE = self.lse
             if row < lse_rows(self.key, work):
                 mLSE[work.q_offset + row // self.key.pack_gqa, head] = row_lse
-        if cutlass.const_expr(self.config.direct_output):
+        if cutlass.const_expr(self.config.direct_output and self.key.fp8_out):
+            self.store_normalized_e4m3(work, row, out_scale, o_scales)
+        elif cutlass.const_expr(self.config.direct_output):
             self.store_normalized_directly(work, row, out_scale, o_scales)
         else:
             self.store_normalized_to_smem(work, row, q_stage, out_scale, o_scales)
@@ -468,13 +471,25 @@ class CorrectionWarps:
                             store_vector(rO[None, i], self.out.iterator, offsets[parity] + column)
 
     @cute.jit
+    def store_normalized_e4m3(
+        self, work: WorkTile, row: cutlass.Int32, out_scale: cutlass.Float32, o_scales: cutlass.Constexpr
+    ):
+        """Store a row of an output of bytes, 16 at a time: the group after completes a sector."""
+        offset = row_offset(self.out, work, self.key, row)
+        for group in cutlass.range(self.kernel.dims_v // O_COLUMNS, unroll=1):
+            column, rO = group * O_COLUMNS, self.rounded(work, group, out_scale, o_scales)
+            if row < work.num_rows and column < self.key.columns:
+                store_vector(rO[None, 0], self.out.iterator, offset + column)
+
+    @cute.jit
     def rounded(self, work: WorkTile, group: cutlass.Int32, out_scale: cutlass.Float32, o_scales: cutlass.Constexpr):
         """O_COLUMNS columns of this thread's row of the output, [element, vector]."""
         acc_O = self.load_o_sum(work, group * O_COLUMNS, o_scales)
-        rO = cute.make_rmem_tensor((VECTOR, O_COLUMNS // VECTOR), self.kernel.dtype)
+        vector = cutlass.const_expr(vector_of(self.out))
+        rO = cute.make_rmem_tensor((vector, O_COLUMNS // vector), self.out.element_type)
         for j in cutlass.range_constexpr(0, O_COLUMNS, 2):
-            pair = mul_pair((acc_O[j], acc_O[j + 1]), (out_scale, out_scale))
-            rO[j], rO[j + 1] = pair[0].to(self.kernel.dtype), pair[1].to(self.kernel.dtype)
+            acc_O[j], acc_O[j + 1] = mul_pair((acc_O[j], acc_O[j + 1]), (out_scale, out_scale))
+        round_to([acc_O[j] for j in range(O_COLUMNS)], rO)
         return rO
 
     @cute.jit
@@ -490,9 +505,12 @@ class CorrectionWarps:
         # Unrolled, the addresses of all column groups would be in registers.
         for group in cutlass.range(self.kernel.dims_v // O_COLUMNS, unroll=1):
             rO = self.rounded(work, group, out_scale, o_scales)
-            for i in cutlass.range_constexpr(O_COLUMNS // VECTOR):
-                target = cute.local_tile(sO, (1, VECTOR), (row, group * (O_COLUMNS // VECTOR) + i))
-                cute.autovec_copy(rO[None, i], cute.group_modes(target, 0, 2))
+            # Of an output of bytes, an element of 16 bits has two of them.
+            vectors = cutlass.const_expr(O_COLUMNS // vector_of(self.out))
+            for i in cutlass.range_constexpr(vectors):
+                target = cute.local_tile(sO, (1, VECTOR), (row, group * vectors + i))
+                stored = cute.recast_tensor(rO[None, i], sO.element_type)
+                cute.autovec_copy(stored, cute.group_modes(target, 0, 2))
 
     @cute.jit
     def store_partial(

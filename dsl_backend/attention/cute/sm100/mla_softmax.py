@@ -359,7 +359,7 @@ class MlaSoftmaxWarps:
         out_scales = cute.make_rmem_tensor(ROWS_PER_THREAD, cutlass.Float32)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.stats_of(row)
-            out_scales[row], lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
+            out_scales[row], lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.out_factor(work))
             m = self.row + 8 * row
             if cutlass.const_expr(self.key.lse):
                 mLSE = self.lse

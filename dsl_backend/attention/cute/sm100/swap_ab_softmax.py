@@ -15,7 +15,7 @@ from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, q_head_of
-from dsl_backend.attention.cute.score_mod import ScoreModArgs, score_mod_of, v_scale_of
+from dsl_backend.attention.cute.score_mod import ScoreModArgs, out_factor_of, score_mod_of
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_barriers import WARPS_PER_WARPGROUP, SwapABBarriers
 from dsl_backend.attention.cute.sm100.dense_configs import MMA_M
@@ -24,6 +24,7 @@ from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages
 from dsl_backend.attention.cute.softmax import finalize
 from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel
 from dsl_backend.primitives import tmem
+from dsl_backend.primitives.accumulators import round_to
 from dsl_backend.primitives.copy import clear_rows
 from dsl_backend.primitives.math import (
     LOG2_E,
@@ -368,8 +369,8 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
         sink = None
         if cutlass.const_expr(self.key.scores.sinks):
             sink = self.scoring.sinks[head].to(cutlass.Float32)
-        v_scale = v_scale_of(self.key, self.scoring, work.head_block, work.kv_source)
-        out_scale, row_lse = finalize(row_max, row_sum, sink, v_scale)
+        factor = out_factor_of(self.key, self.scoring, work.head_block, work.kv_source)
+        out_scale, row_lse = finalize(row_max, row_sum, sink, factor)
         if cutlass.const_expr(self.key.lse):
             mLSE = self.lse
             if row < work.num_rows:
@@ -392,7 +393,9 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
                 cute.make_tensor(target, cute.make_layout(1))[0] = value
             elif column < self.key.head_dim_v:
                 head = q_head_of(self.key, work.head_block, row)
-                out[work.q_offset + row // self.key.pack_gqa, head, column] = value.to(self.kernel.dtype)
+                rounded = cute.make_rmem_tensor(1, out.element_type)
+                round_to([value], rounded)
+                out[work.q_offset + row // self.key.pack_gqa, head, column] = rounded[0]
 
 
 def reduce_scatter_sum(values: Sequence[cutlass.Float32]) -> cutlass.Float32:

@@ -267,7 +267,7 @@ class TwoCtaMlaSoftmaxWarps:
     def store_out(self, work: WorkTile, row_max: cutlass.Float32, row_sum: cutlass.Float32):
         """O divided by row_sum, rounded, and the LSE."""
         columns, out = cutlass.const_expr(self.kernel.dims_v), self.out
-        out_scale, lse = finalize(row_max, row_sum, self.rows.sink(work, 0), self.rows.v_scale(work))
+        out_scale, lse = finalize(row_max, row_sum, self.rows.sink(work, 0), self.rows.out_factor(work))
         if cutlass.const_expr(self.key.lse):
             mLSE = self.lse
             if self.row < work.num_rows and self.half == 0:

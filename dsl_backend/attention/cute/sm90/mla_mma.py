@@ -499,7 +499,7 @@ class MlaMmaConsumer:
         acc_O = reshape_acc_to_mn(self.acc_O)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             row_max, row_sum = self.row_stats(row)
-            out_scale, lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.v_scale(work))
+            out_scale, lse = finalize(row_max, row_sum, self.rows.sink(work, row), self.rows.out_factor(work))
             for j in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[row, j] *= out_scale
             m, mLSE = self.row + 8 * row, self.lse
