@@ -3,7 +3,9 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +22,11 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from dsl_backend.attention import api
+from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
+from dsl_backend.errors import Unsupported
 from dsl_backend.quant.format import E4M3, NVFP4_KV
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
@@ -250,15 +253,17 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         layers = vllm_config.compilation_config.static_forward_context
         for layer in (layers[name] for name in layer_names if name in layers):
             causal = layer.impl.attn_type == AttentionType.DECODER
-            planner = self.planners.of(
-                layer.impl.spec(
-                    None if layer.impl.packed else kv_cache_spec.block_size,
-                    Causality.CAUSAL if causal else Causality.FULL,
-                    layer.head_size_v,
-                )
-            )
             sinks = layer.impl.sinks
-            planner.prepare(sinks=None if sinks is None else sinks.dtype)
+            for quantised in (True, False) if layer.impl.quantises_outputs else (False,):
+                planner = self.planners.of(
+                    layer.impl.spec(
+                        None if layer.impl.packed else kv_cache_spec.block_size,
+                        Causality.CAUSAL if causal else Causality.FULL,
+                        layer.head_size_v,
+                        quantised,
+                    )
+                )
+                planner.prepare(sinks=None if sinks is None else sinks.dtype)
             self.planners.prepare_writes(planner.spec)
             if hasattr(layer, "dsl_rotation"):
                 from dsl_backend.vllm_plugin.rope import method
@@ -316,7 +321,13 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
 
 
 class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
-    """One layer's attention. Raises ValueError: no kernel serves the layer; with every reason."""
+    """One layer's attention. Raises ValueError: no kernel serves the layer; with every reason.
+
+    Attributes:
+        quantises_outputs: vLLM has asked for an output in e4m3, as it first does in its profiling run.
+    """
+
+    quantises_outputs = False
 
     def __init__(
         self,
@@ -367,10 +378,12 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         )
         if self.base_spec.kv.nvfp4:
             DSLAttentionBackend.nvfp4_layers = True
-        self._specs: dict[tuple[int | None, Causality, int], AttentionSpec] = {}
+        self._specs: dict[tuple[int | None, Causality, int, bool], AttentionSpec] = {}
         config = get_current_vllm_config_or_none()
         given = options.of(config)
-        kernel = given.attention_kernel
+        kernel = self.kernel = given.attention_kernel
+        # By name; all layers of the model, once it is made.
+        self._layers: dict[str, Any] = {} if config is None else config.compilation_config.static_forward_context
         # Read by vLLM's layer, which then hands over queries in e4m3.
         self.supports_quant_query_input = given.fp8_queries and self.base_spec.kv == E4M3
         if self.supports_quant_query_input:
@@ -382,18 +395,57 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         validation.refuse(f"a layer of {self.base_spec}", reasons)
         if config is not None:
             page_size = None if self.packed else compat.page_size(config, DSLAttentionBackend)
-            spec = self.spec(page_size, self.base_spec.causality, head_size)
-            ahead.compile_attention(config, [spec], sinks=None if sinks is None else sinks.dtype)
+            specs = [self.spec(page_size, self.base_spec.causality, head_size)]
+            if getattr(config.compilation_config.pass_config, "fuse_attn_quant", False) and self.stores_e4m3:
+                specs.append(self.spec(page_size, self.base_spec.causality, head_size, quantised=True))
+            ahead.compile_attention(config, specs, sinks=None if sinks is None else sinks.dtype)
 
-    def spec(self, page_size: int | None, causality: Causality, head_dim_v: int) -> AttentionSpec:
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether attention stores outputs quantised by that key, so that no launch behind it does.
+
+        vLLM asks the first layers only, and has every layer's output quantised then: all have to store it.
+        """
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+        static = quant_key == kFp8StaticTensorSym and quant_key.dtype == E4M3.dtype
+        return static and all(impl.stores_e4m3 for impl in self.impls())
+
+    def impls(self) -> "Iterator[DSLAttentionImpl]":
+        """Those of all layers of the model that are ours, and this one."""
+        yield self
+        for layer in self._layers.values():
+            impl = getattr(layer, "impl", None)
+            if impl is not self and isinstance(impl, DSLAttentionImpl):
+                yield impl
+
+    @cached_property
+    def stores_e4m3(self) -> bool:
+        """Whether the kernels that serve the layer store its outputs in e4m3 too, and no others would have to."""
+        target, quantised = validation.current_target(), replace(self.base_spec, out_dtype=E4M3.dtype)
+
+        def serving(spec: AttentionSpec, operation: Operation) -> str:
+            return dispatch.choose(operation, spec, target, self.kernel).title
+
+        try:
+            return all(
+                serving(quantised, operation) == serving(self.base_spec, operation)
+                for operation in dispatch.attention_of(self.base_spec)
+            )
+        except Unsupported:
+            return False
+
+    def spec(
+        self, page_size: int | None, causality: Causality, head_dim_v: int, quantised: bool = False
+    ) -> AttentionSpec:
         """The layer's spec in a step.
 
         Args:
             page_size: tokens a page of the cache; None where keys are packed.
             causality: of the step's batch.
             head_dim_v: elements of a value.
+            quantised: outputs are stored in e4m3.
         """
-        key = (page_size, causality, head_dim_v)
+        key = (page_size, causality, head_dim_v, quantised)
         spec = self._specs.get(key)
         if spec is None:
             left = self.base_spec.window_left
@@ -404,6 +456,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
                 head_dim_v=head_dim_v,
                 # In a batch that is not causal a window reaches as far to the right as to the left.
                 window_right=None if causality is Causality.CAUSAL else left,
+                out_dtype=E4M3.dtype if quantised else None,
             )
         return spec
 
@@ -482,11 +535,14 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             kv_cache: [pages, heads_kv, page_size, head_size + value's]; contiguous in the last dimension. NVFP4's as
                 `split_nvfp4` takes it.
             attn_metadata: None in vLLM's profiling run.
-            output: [tokens, heads, value's head size].
+            output: [tokens, heads, value's head size]. Of e4m3 where vLLM's pass has fused the quantisation of outputs.
+            output_scale: one float32, of such an output.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("attention backend dsl does not quantise its output")
+        if output_block_scale is not None:
+            raise NotImplementedError("attention backend dsl quantises outputs to e4m3 by one scale, and not by blocks")
+        quantised = output_scale is not None
         if attn_metadata is None:
+            self.quantises_outputs |= quantised
             return output.fill_(0)
         scaled, fp8_q = self.base_spec.is_quantized_kv, self.base_spec.is_fp8_q
         page_size = None
@@ -497,7 +553,8 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         else:
             keys, values = self.split(kv_cache)
             page_size = keys.shape[1]
-        plan = attn_metadata.plan(self.spec(page_size, attn_metadata.causality, self.value_size(values)))
+        spec = self.spec(page_size, attn_metadata.causality, self.value_size(values), quantised)
+        plan = attn_metadata.plan(spec)
         return api.run(
             plan,
             query,
@@ -509,4 +566,5 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             k_scale=layer._k_scale if scaled else None,
             v_scale=layer._v_scale if scaled else None,
             q_scale=layer._q_scale if fp8_q else None,
+            out_scale=output_scale,
         )

@@ -566,8 +566,3 @@ class TestRefusals:
             DSLAttentionImpl(HEADS, 20, 1.0, HEADS_KV, kv_cache_dtype="bfloat16")
         for word in ("head size 20", "float32 is not one of", "keys of bfloat16"):
             assert word in str(error.value)
-
-    def test_fused_output(self, plain_config: VllmConfig) -> None:
-        query = torch.zeros(1, HEADS, DIM)
-        with pytest.raises(NotImplementedError, match="quantise"):
-            make_impl().forward(Layer(), query, query, query, torch.tensor([]), None, query, torch.ones(1))

@@ -121,7 +121,8 @@ def prepared(attention: Any, q: torch.Tensor) -> Callable[[], torch.Tensor]:
             vllm_attention.unified_attention_with_output(q, None, None, out, attention.layer_name)
         else:
             torch.ops.vllm.unified_attention_with_output(q, None, None, out, name)
-        return out.view(-1, attention.num_heads * attention.head_size_v)
+        # With its number of rows, by which vLLM's pass knows attention in front of a quantisation.
+        return out.view(q.shape[0], attention.num_heads * attention.head_size_v)
 
     return attend
 
