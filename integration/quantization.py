@@ -50,3 +50,21 @@ def write_beside(folder: Path, ending: str, weights: Mapping[str, torch.Tensor],
     (other / "config.json").write_text(json.dumps(facts, indent=2))
     save_file(dict(weights), other / "model.safetensors", metadata={"format": "pt"})
     return other
+
+
+def compressed_weights(num_bits: int = 4, group_size: int | None = 128, symmetric: bool = True) -> dict[str, Any]:
+    """compressed-tensors: weights of 4 or 8 bits for 16-bit inputs; without a group size a scale for each row."""
+    weights = {
+        "num_bits": num_bits,
+        "type": "int",
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "dynamic": False,
+    }
+    return {
+        "format": "pack-quantized",
+        "quant_method": "compressed-tensors",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }

@@ -332,7 +332,10 @@ def weight_only_kernels(kind: WeightOnlyFormat) -> Iterator[Made]:
 
     target = from_arch("sm_90a")
     spec = WeightOnlyGemmSpec(n=4096, k=4096, dtype=torch.bfloat16, kind=kind)
-    for config in weight_only_configs.fitting(spec, target.smem_bytes):
+    for config in (
+        *weight_only_configs.gemms(spec, target.smem_bytes),
+        *weight_only_configs.fitting(spec, target.smem_bytes),
+    ):
         yield Made(config, partial(weight_only_host.build, weight_only_host.key_of(spec, config), target))
 
 

@@ -13,12 +13,13 @@ from dsl_backend.quant.weight_only import DTYPES, WeightOnlyFormat
 
 # n and k are multiples: rows of x and of the output begin at 16 bytes.
 MULTIPLE = 8
+# Of the kernel for few rows' tile, which has registers for so many.
 MOST_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightOnlyGemmSpec:
-    """out [rows, n] = x [rows, k] @ weight [n, k]^T + bias, for 1 to 64 rows.
+    """out [rows, n] = x [rows, k] @ weight [n, k]^T + bias.
 
     Attributes:
         dtype: of x, scales, bias and out.
@@ -48,6 +49,16 @@ class WeightOnlyGemmSpec:
     @property
     def weight_rows(self) -> int:
         return self.n
+
+    @property
+    def parts(self) -> int:
+        """Rows of weights for a column of the output."""
+        return 1
+
+    @property
+    def residual(self) -> bool:
+        """Whether one is added: the epilogues have none."""
+        return False
 
     def __str__(self) -> str:
         return f"product{' + bias' if self.bias else ''} of {self.k} to {self.n}, {self.kind}, {self.dtypes}"

@@ -4,12 +4,15 @@
 Operands are `args.GemmOperands`, whose weight is packed: see `quant/weight_only.py`.
 """
 
+from typing import Any
+
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.gemm.args import GemmArgs, GemmOperands, launch_args, require_dynamic
 from dsl_backend.gemm.host import ALIGNMENT, fake_scratch, matrix, run, vector
-from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
+from dsl_backend.gemm.sm90.weight_only_configs import Config, WeightOnlyGemmConfig
+from dsl_backend.gemm.sm90.weight_only_gemm import WeightOnlyGemm
 from dsl_backend.gemm.sm90.weight_only_small_m import WeightOnlySmallMGemm
 from dsl_backend.gemm.views import NUMERIC
 from dsl_backend.gemm.weight_only import MULTIPLE, WeightOnlyGemmSpec, WeightOnlyKey
@@ -19,7 +22,7 @@ from dsl_backend.runtime.target import Target
 __all__ = ["build", "key_of", "run"]
 
 
-def key_of(spec: WeightOnlyGemmSpec, config: WeightOnlyConfig) -> WeightOnlyKey[WeightOnlyConfig]:
+def key_of(spec: WeightOnlyGemmSpec, config: Config) -> WeightOnlyKey[Config]:
     """The kernel of a problem."""
     return WeightOnlyKey(
         dtypes=spec.dtypes,
@@ -32,7 +35,7 @@ def key_of(spec: WeightOnlyGemmSpec, config: WeightOnlyConfig) -> WeightOnlyKey[
     )
 
 
-def fake_args(key: WeightOnlyKey[WeightOnlyConfig]) -> GemmArgs:
+def fake_args(key: WeightOnlyKey[Config]) -> GemmArgs:
     """What a kernel is compiled for: any sizes that are multiples of 16 bytes."""
     dtype = key.dtypes.x
     m = cute.sym_int()
@@ -54,9 +57,17 @@ def fake_args(key: WeightOnlyKey[WeightOnlyConfig]) -> GemmArgs:
     return args
 
 
-def build(
-    key: WeightOnlyKey[WeightOnlyConfig], target: Target, kernel: type[WeightOnlySmallMGemm] = WeightOnlySmallMGemm
-) -> Function:
-    """The compiled function of `launch_args`; it launches on torch's current stream."""
+def kernel_of(config: Config) -> type[WeightOnlySmallMGemm] | type[WeightOnlyGemm]:
+    """The kernel of a configuration."""
+    return WeightOnlyGemm if isinstance(config, WeightOnlyGemmConfig) else WeightOnlySmallMGemm
+
+
+def build(key: WeightOnlyKey[Config], target: Target, kernel: type[Any] | None = None) -> Function:
+    """The compiled function of `launch_args`; it launches on torch's current stream.
+
+    Args:
+        kernel: None is that of the configuration.
+    """
+    kernel = kernel or kernel_of(key.config)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return compile_kernel(kernel(key), (*launch_args(fake_args(key)), stream), key=key, target=target)

@@ -8,12 +8,14 @@ import torch
 
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.linear import dispatch, precompile
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
 from dsl_backend.linear.scaled import tuned as scaled_tuned
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.linear.tuned import TUNED_CONFIGS
+from dsl_backend.linear.weight_only import dispatch as weight_only_dispatch
 from dsl_backend.quant.format import (
     BLOCK_SCALED,
     BLOCK_SCALED_E8M0,
@@ -24,11 +26,14 @@ from dsl_backend.quant.format import (
     TENSOR_SCALED,
     ScaledFormat,
 )
+from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
+AnyLayer = LinearSpec | ScaledLinearSpec | WeightOnlyGemmSpec
 
-def typical_layers(target: Target) -> Mapping[str, LinearSpec | ScaledLinearSpec]:
+
+def typical_layers(target: Target) -> Mapping[str, AnyLayer]:
     """Gate and up projections of published models; in e4m3 with the quantisation for the down projection."""
 
     def usual(activation: Activation | None, **facts: Any) -> LinearSpec:
@@ -44,6 +49,10 @@ def typical_layers(target: Target) -> Mapping[str, LinearSpec | ScaledLinearSpec
         **{f"e4m3 {name}": scaled_layer(target.usual_dtype, *formats) for name, formats in SCALED_LAYERS.items()},
         # SM100's kernel multiplies it, and has to be named.
         "NVFP4": scaled_layer(target.usual_dtype, NVFP4, NVFP4, None),
+        **{
+            name: WeightOnlyGemmSpec(n=28672, k=4096, dtype=target.usual_dtype, kind=kind)
+            for name, kind in WEIGHT_ONLY_LAYERS.items()
+        },
     }
 
 
@@ -53,6 +62,12 @@ SCALED_LAYERS: Mapping[str, tuple[ScaledFormat, ScaledFormat, ScaledFormat | Non
     "per channel": (ROW_SCALED, ROW_SCALED, ROW_SCALED),
     "blocks": (GROUP_SCALED, BLOCK_SCALED, GROUP_SCALED),
     "blocks of powers of two": (GROUP_SCALED_E8M0, BLOCK_SCALED_E8M0, GROUP_SCALED_E8M0),
+}
+
+WEIGHT_ONLY_LAYERS: Mapping[str, WeightOnlyFormat] = {
+    "W4A16": WeightOnlyFormat(),
+    "W4A16 with zero points": WeightOnlyFormat(zero_points=True),
+    "W8A16": WeightOnlyFormat(bits=8),
 }
 
 
@@ -66,13 +81,15 @@ def scaled_layer(
     )
 
 
-def operations_of(spec: LinearSpec | ScaledLinearSpec) -> tuple[str]:
+def operations_of(spec: AnyLayer) -> tuple[str]:
+    if isinstance(spec, WeightOnlyGemmSpec):
+        return (weight_only_dispatch.OPERATION,)
     return (scaled_dispatch.OPERATION if isinstance(spec, ScaledLinearSpec) else dispatch.OPERATION,)
 
 
 FAMILY = Family(
     name="linear",
-    tables={dispatch.OPERATION: dispatch.TABLE, scaled_dispatch.OPERATION: scaled_dispatch.TABLE},
+    tables={one.OPERATION: one.TABLE for one in (dispatch, scaled_dispatch, weight_only_dispatch)},
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,

@@ -8,10 +8,12 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from dsl_backend.gemm.spec import GemmSpec, Rows
+from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.weight_only import dispatch as weight_only_dispatch
 from dsl_backend.runtime.dispatch import Entry
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace, workspace_of
@@ -37,7 +39,9 @@ class LinearPlan(Generic[Operands]):
     # Numbers of rows whose launches are kept; prompts bring ever new ones.
     MOST = 1 << 16
 
-    def __init__(self, entry: Entry[Any], spec: GemmSpec, target: Target, workspace: Workspace) -> None:
+    def __init__(
+        self, entry: Entry[Any], spec: GemmSpec | WeightOnlyGemmSpec, target: Target, workspace: Workspace
+    ) -> None:
         self.spec, self.target, self.workspace = spec, target, workspace
         self._bind = entry.load()
         self._launches: dict[int, Callable[[Operands], None]] = {}
@@ -55,7 +59,11 @@ class LinearPlan(Generic[Operands]):
 
 @cache
 def plan_of(
-    spec: LinearSpec | ScaledLinearSpec, target: Target, device: torch.device, stream: int, kernel: str | None
+    spec: LinearSpec | ScaledLinearSpec | WeightOnlyGemmSpec,
+    target: Target,
+    device: torch.device,
+    stream: int,
+    kernel: str | None,
 ) -> LinearPlan[Any]:
     """The plan of a problem; cached, since every call asks for it.
 
@@ -68,6 +76,8 @@ def plan_of(
     entry: Entry[Any]
     if isinstance(spec, ScaledLinearSpec):
         entry = scaled_dispatch.choose(spec, target, kernel)
+    elif isinstance(spec, WeightOnlyGemmSpec):
+        entry = weight_only_dispatch.choose(spec, target, kernel)
     else:
         entry = dispatch.choose(spec, target, kernel)
     return LinearPlan(entry, spec, target, workspace_of(device, stream))

@@ -20,7 +20,7 @@ products need, so that one copy brings it:
 Rows and columns that are missing at the edges have scales and weights of zero.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -78,6 +78,11 @@ class WeightOnlyFormat:
     def groups(self, k: int) -> int:
         """Scales of a row."""
         return 1 if self.group is None else -(-k // self.group)
+
+    @property
+    def by_tile(self) -> "WeightOnlyFormat":
+        """The same with scales and zero points of each tile of columns, as packed weights have them."""
+        return replace(self, group=TILE_COLUMNS)
 
     def packed_shape(self, n: int, k: int) -> tuple[int, int, int]:
         """Of n rows and k columns."""

@@ -19,9 +19,11 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.experts import precompile as experts_precompile
 from dsl_backend.experts import tuned
 from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.linear import precompile as linear_precompile
 from dsl_backend.linear.scaled import precompile as scaled_precompile
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.weight_only import precompile as weight_only_precompile
 from dsl_backend.log import logger
 from dsl_backend.norm import precompile as norm_precompile
 from dsl_backend.norm.spec import NormSpec
@@ -85,6 +87,11 @@ def compile_scaled_linears(vllm_config: Any, layers: Iterable[tuple[Any, ...]]) 
 def scaled_units(layer: tuple[Any, ...], target: Target) -> Iterator[PrecompileSpec]:
     spec, kernel, ranges = layer
     return scaled_precompile.precompile_specs_of(spec, target, kernel, ranges)
+
+
+def compile_weight_only_linears(vllm_config: Any, specs: Iterable[WeightOnlyGemmSpec]) -> None:
+    """Start compiling what linear layers with packed weights need; nothing is predicted."""
+    compile_each(vllm_config, specs, weight_only_precompile.precompile_specs_of)
 
 
 def compile_experts(vllm_config: Any, specs: Iterable[ExpertsSpec]) -> None:

@@ -16,6 +16,7 @@ from dsl_backend.vllm_plugin.projections import serve as serve_projections
 from dsl_backend.vllm_plugin.rope import serve as serve_rope
 from dsl_backend.vllm_plugin.routed_experts import serve
 from dsl_backend.vllm_plugin.scaled_linears import serve as serve_scaled_linears
+from dsl_backend.vllm_plugin.weight_only_linears import serve as serve_weight_only_linears
 
 # vLLM's modules that load models, and the function that each of them calls once the weights are loaded.
 LOADERS = (
@@ -51,6 +52,7 @@ def changing(function: Callable[..., Any]) -> Callable[..., Any]:
         vllm_config = get_current_vllm_config()
         # First, because it takes activations away from those that are fused with 16-bit projections.
         serve_scaled_linears.serve_scaled_linears(model, vllm_config)
+        serve_weight_only_linears.serve_weight_only_linears(model, vllm_config)
         # Before their projections are fused or served: it takes shared experts away.
         serve.serve_experts(model, vllm_config)
         fuse.fuse_model(model, vllm_config)
@@ -75,5 +77,5 @@ def extend_compilation_keys() -> None:
 
 def compilation_key() -> str:
     """The version of this package, and the changed layers of each model of this process."""
-    made = (serve_scaled_linears, fuse, serve_projections, serve, serve_norms, serve_rope)
+    made = (serve_scaled_linears, serve_weight_only_linears, fuse, serve_projections, serve, serve_norms, serve_rope)
     return " | ".join((__version__, *(one.compilation_key() for one in made)))

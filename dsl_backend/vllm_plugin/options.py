@@ -40,6 +40,9 @@ class Options(BaseModel):
             between them. `measured` is dsl's for the rows of the tuning records, and vLLM's for all others.
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
+        weight_only_linears: whose kernels serve linear layers with weights of 4 or 8 bits and 16-bit inputs (GPTQ, AWQ,
+            compressed-tensors); those that dsl cannot serve are vLLM's. `measured` is vLLM's, because dsl's were not
+            measured with more than 64 rows.
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
             SM90. In quantised models `dsl` serves those alone that it can have quantise for one of dsl's projections
             (`scaled_linears`), and `measured` none.
@@ -64,6 +67,7 @@ class Options(BaseModel):
     projections: ServedBy = ServedBy.MEASURED
     scaled_linears: ServedBy = ServedBy.VLLM
     scaled_linears_kernel: str | None = None
+    weight_only_linears: ServedBy = ServedBy.VLLM
     norms: ServedBy = ServedBy.MEASURED
     rope: ServedBy = ServedBy.MEASURED
     logprobs: ServedBy = ServedBy.MEASURED

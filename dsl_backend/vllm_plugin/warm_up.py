@@ -14,6 +14,7 @@ from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.linear import dispatch
 from dsl_backend.linear.precompile import precompile_specs_of
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.weight_only import precompile as weight_only_precompile
 from dsl_backend.log import logger
 from dsl_backend.norm import precompile as norm_precompile
 from dsl_backend.runtime import family as families
@@ -30,6 +31,7 @@ from dsl_backend.vllm_plugin.projections.serve import most_rows
 from dsl_backend.vllm_plugin.projections.serve import served_specs as projection_specs
 from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
 from dsl_backend.vllm_plugin.scaled_linears.serve import served_layers as scaled_layers
+from dsl_backend.vllm_plugin.weight_only_linears.serve import served_layers as weight_only_specs
 
 
 class Provider:
@@ -70,6 +72,9 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         layers += [unit for spec in norm_specs() for unit in norm_precompile.precompile_specs_of(spec, target)]
         layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
         layers += [unit for one in scaled_layers() for unit in scaled_units(one, target)]
+        layers += [
+            unit for spec in weight_only_specs() for unit in weight_only_precompile.precompile_specs_of(spec, target)
+        ]
         wanted = [one.name for one in families.load_all() if one.warm_up]
         if not wanted:
             return layers

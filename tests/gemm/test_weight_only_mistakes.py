@@ -2,6 +2,7 @@
 """Mistakes in the kernel of weights of 4 and 8 bits are found: by the budget of sums, or by the emulator's checks."""
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,16 +12,24 @@ pytest.importorskip("cutlass")
 from weight_only_cases import CASES, emulate
 
 from dsl_backend.gemm import weight_only_host
-from dsl_backend.gemm.sm90 import weight_only_small_m
+from dsl_backend.gemm.sm90 import unpacking, weight_only_gemm, weight_only_small_m
 from dsl_backend.runtime import toolkit
 from emulator.errors import EmulatorError, HostError
-from tests.attention.mistakes import Mistake, spoilt
+from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 
 BY_ID = {one.id: one for one in CASES}
 
 
-def mistake(id: str, said: str, wrong: str) -> Mistake:
-    return Mistake(id, weight_only_small_m, said, wrong)
+def mistake(id: str, said: str, wrong: str, module: ModuleType = weight_only_small_m) -> Mistake:
+    return Mistake(id, module, said, wrong)
+
+
+def of_unpacking(id: str, said: str, wrong: str) -> Mistake:
+    return mistake(id, said, wrong, unpacking)
+
+
+def of_many_rows(id: str, said: str, wrong: str) -> Mistake:
+    return mistake(id, said, wrong, weight_only_gemm)
 
 
 RELEASED = '''        return warps(self.groups * WARPGROUP // WARP)
@@ -32,6 +41,7 @@ RELEASED = '''        return warps(self.groups * WARPGROUP // WARP)
 RELEASED_BY_ONE = RELEASED.replace(" * WARPGROUP // WARP", "").replace(
     "warp_release(position, thread % WARP)", "warpgroup_release(position, thread)"
 )
+AWAITED_NEXT = "self.await_half(part, pipeline, position,"
 MISTAKES = (
     ("w4", mistake("sums of other tiles stay", "        if not accumulate:\n", "        if accumulate:\n")),
     (
@@ -60,7 +70,7 @@ MISTAKES = (
     ),
     ("w4-row", mistake("one warp gives a stage back for all", RELEASED, RELEASED_BY_ONE)),
     ("w4", mistake("a position is not awaited", "            pipeline.consumer_wait(start + i)\n", "")),
-    ("w4", mistake("scales of the other row", "scales[i // 2 % 2], acc[i]", "scales[1 - i // 2 % 2], acc[i]")),
+    ("w4", of_unpacking("scales of the other row", "scales[i // 2 % 2], acc[i]", "scales[1 - i // 2 % 2], acc[i]")),
     (
         "w4",
         mistake(
@@ -71,10 +81,10 @@ MISTAKES = (
     ),
     ("w4", mistake("the next tile of columns", "k_tile * self.kind.tile_words", "(k_tile + 1) * self.kind.tile_words")),
     ("w4", mistake("past the last row", "tWgW.shape[0] - 1)", "tWgW.shape[0])")),
-    ("w4", mistake("products are added to those before", "Field.ACCUMULATE, False)", "Field.ACCUMULATE, True)")),
+    ("w4", of_unpacking("products are added to those before", "ACCUMULATE, accumulate)", "ACCUMULATE, True)")),
     (
         "w4",
-        mistake(
+        of_unpacking(
             "the middle is one less",
             "base(self.dtype) + self.kind.middle, self.dtype)] * 2",
             "base(self.dtype) + self.kind.middle - 1, self.dtype)] * 2",
@@ -82,9 +92,9 @@ MISTAKES = (
     ),
     (
         "w4-zero-points",
-        mistake("zero points of the other row", "offsets[i % 2], self.pair)", "offsets[1 - i % 2], self.pair)"),
+        of_unpacking("zero points of the other row", "offsets[i % 2], self.pair)", "offsets[1 - i % 2], self.pair)"),
     ),
-    ("w4-zero-points", mistake("scales as zero points", "rows[TILE_ROWS + row + 8 * b]", "rows[row + 8 * b]")),
+    ("w4-zero-points", of_unpacking("scales as zero points", "rows[TILE_ROWS + row + 8 * b]", "rows[row + 8 * b]")),
     (
         "w4-zero-points",
         mistake(
@@ -93,10 +103,52 @@ MISTAKES = (
             "            self.unpack(sW, stage, self.groups,",
         ),
     ),
-    ("w8-split", mistake("high and low bits change places", "for low, high in", "for high, low in")),
-    ("w8-split", mistake("eight bits less a base", "17 * base", "16 * base")),
+    ("w8-split", of_unpacking("high and low bits change places", "for low, high in", "for high, low in")),
+    ("w8-split", of_unpacking("eight bits less a base", "17 * base", "16 * base")),
+    (
+        "w4-rows",
+        of_many_rows(
+            "the pair before is kept",
+            "pipeline.stage(position), accumulate=False)",
+            "pipeline.stage(position), accumulate=True)",
+        ),
+    ),
+    (
+        "w4-rows",
+        of_many_rows("sums are read too soon", "        wgmma.wait_group(0)\n        fence_operand(part)\n", ""),
+    ),
+    (
+        "w4-rows",
+        of_many_rows(
+            "many rows: another stage is given back", "self.await_half(part, pipeline, position - 1,", AWAITED_NEXT
+        ),
+    ),
+    ("w4-rows", of_many_rows("many rows: a position is not awaited", "        pipeline.consumer_wait(position)\n", "")),
+    ("w4-rows", of_many_rows("the first half twice", "k_tile % HALVES * (4 * values)", "0")),
+    ("w4-rows", of_many_rows("many rows: past the last row", "tWgW.shape[0] - 1)", "tWgW.shape[0])")),
+    ("w4-rows", of_many_rows("half a packed tile is missing", "HALVES * cute.ceil_div(", "cute.ceil_div(")),
+    (
+        "w4-rows",
+        of_many_rows(
+            "many rows: one warp gives a stage back for all", "warps(self.consumers * WARPGROUP // WARP)", "warps(1)"
+        ),
+    ),
+    ("w4-rows", of_many_rows("the other row's vector", "thread // WARP * 2 + b", "thread // WARP * 2 + 1 - b")),
+    (
+        "w4-rows",
+        of_many_rows("the buffer is not swizzled", "(vector ^ (lane % 8))", "vector"),
+    ),
+    (
+        "w4-rows-zero-points",
+        of_many_rows(
+            "a buffer is written while it is stored",
+            "                cute.arch.cp_async_bulk_wait_group(0, read=True)\n",
+            "                pass\n",
+        ),
+    ),
+    ("w4-rows-zero-points", of_many_rows("the bias of the other row", "column + 8 * b, 0", "column + 8 - 8 * b, 0")),
 )
-QUICK = ("scales of the other row", "high and low bits change places")
+QUICK = ("scales of the other row", "high and low bits change places", "the other row's vector")
 
 
 @pytest.fixture(autouse=True)
@@ -113,8 +165,12 @@ def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ("of", "mistake"),
     [pytest.param(of, one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for of, one in MISTAKES],
 )
-def test_mistake_is_found(of: str, mistake: Mistake, tmp_path: Path) -> None:
-    kernel = spoilt(mistake, tmp_path).WeightOnlySmallMGemm
+def test_mistake_is_found(of: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, kernel = spoilt(mistake, tmp_path), None
+    if mistake.module is unpacking:
+        spoil_methods(unpacking.Unpacking, module, monkeypatch)
+    else:
+        kernel = module.WeightOnlyGemm if mistake.module is weight_only_gemm else module.WeightOnlySmallMGemm
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         emulate(BY_ID[of], "lazy", 1, kernel)
     assert not isinstance(raised.value, HostError), "it ran"

@@ -2,6 +2,7 @@
 """SM90's kernel of weights of 4 and 8 bits on the emulator: right, and without a finding. What it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ pytest.importorskip("cutlass")
 from weight_only_cases import ARCH, CASES, FEW, SMEM_BYTES, W4, W8, WeightOnlyEmulated, emulate, random_emulated
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig, chosen, fitting
+from dsl_backend.gemm.sm90.weight_only_configs import (
+    WeightOnlyConfig,
+    WeightOnlyGemmConfig,
+    candidates,
+    chosen,
+    fitting,
+    gemms,
+)
 from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime.target import from_arch
@@ -21,7 +29,7 @@ from tests.machine_code import found
 TIMED = Path(__file__).parents[2] / "docs/data/h200-weight-only-peers.jsonl"
 SCHEDULES = ("eager", "lazy", "random")
 FUZZED_IN_REST, FUZZED_IN_FULL = 6, 60
-QUICK = ("w4-zero-points", "w8-split", "w4-special")
+QUICK = ("w4-zero-points", "w8-split", "w4-special", "w4-rows", "w8-rows")
 
 
 def marks(one: WeightOnlyEmulated, first: bool) -> tuple[pytest.MarkDecorator, ...]:
@@ -72,6 +80,7 @@ def test_registers_suffice(name: str) -> None:
 @pytest.mark.parametrize("kind", [W4, W8])
 def test_configurations_fit(kind: WeightOnlyFormat) -> None:
     spec = WeightOnlyGemmSpec(n=4096, k=4096, dtype=BF16, kind=kind)
+    assert all(config.smem_bytes(spec) <= SMEM_BYTES for config in gemms(spec, SMEM_BYTES))
     configs = list(fitting(spec, SMEM_BYTES))
     assert {config.tokens for config in configs} == {8, 16, 32, 48, 64}
     assert {config.num_splits for config in configs} == {1, 2, 4, 8}
@@ -86,12 +95,49 @@ def test_chosen_is_nearly_the_fastest(bits: int, most: float, slow: int) -> None
     for row in (row for row in rows if row["bits"] == bits):
         spec = WeightOnlyGemmSpec(n=row["n"], k=row["k"], dtype=BF16, kind=WeightOnlyFormat(bits=bits))
         config = chosen(spec, row["m"], from_arch(ARCH))
+        assert isinstance(config, WeightOnlyConfig)
         assert config.objections(spec, SMEM_BYTES) == []
         of_ours = {name: us for name, us in row["us"].items() if name not in ("marlin", "machete")}
         us = of_ours[f"{config.groups}g/{config.num_splits}s{config.stages}"]
         regrets.append(us / min(of_ours.values()))
     assert len(regrets) == 40
     assert sum(regret > most for regret in regrets) == slow, sorted(regrets)
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (1280, 8192), (8, 8)])
+@pytest.mark.parametrize("kind", [W4, W8], ids=str)
+def test_any_number_of_rows_is_served_by_a_candidate(kind: WeightOnlyFormat, n: int, k: int) -> None:
+    """Also those between the numbers that are looked at, and where SMs are spared."""
+    spec, target = WeightOnlyGemmSpec(n=n, k=k, dtype=BF16, kind=kind), from_arch(ARCH)
+    compiled = candidates(spec, target)
+    assert len(compiled) <= 16
+    for chip in target.chips:
+        on_chip = replace(target, chip=chip)
+        for rows in (1, 9, 33, 64, 65, 66, 127, 129, 1000, 1023, 3001, 8191, 8193, 20000):
+            assert chosen(spec, rows, on_chip) in compiled
+            assert chosen(spec, rows, on_chip.sparing(20)) in compiled
+
+
+def test_few_tiles_share_and_many_do_not() -> None:
+    """Just above 64 rows a layer with few tiles is divided among all SMs; prompts take the persistent GEMM."""
+    spec = WeightOnlyGemmSpec(n=4096, k=4096, dtype=BF16, kind=W4)
+    target = from_arch(ARCH)
+    target = replace(target, chip=target.chips[0])
+    assert isinstance(chosen(spec, 80, target), WeightOnlyConfig)
+    assert isinstance(chosen(spec, 2048, target), WeightOnlyGemmConfig)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"tokens": 144}, "144 tokens are not a multiple of 16 from 16 to 128"),
+        ({"tokens": 24}, "24 tokens are not a multiple of 16"),
+        ({"box_n": 128}, "box_n is 128: consumers have 64 rows each"),
+        ({"stages": 30}, "bytes of shared memory"),
+    ],
+)
+def test_objections_of_the_persistent_gemm(facts: dict, words: str) -> None:
+    assert any(words in reason for reason in WeightOnlyGemmConfig(**facts).objections(FEW.spec, SMEM_BYTES))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of weights of 4 and 8 bits for SM90's kernel, with tiles small enough for the emulator."""
+"""Problems of weights of 4 and 8 bits for SM90's kernels, with tiles small enough for the emulator."""
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 import emulator
 from dsl_backend.gemm import weight_only_host as host
 from dsl_backend.gemm.args import GemmOperands
-from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
-from dsl_backend.gemm.sm90.weight_only_small_m import WeightOnlySmallMGemm
+from dsl_backend.gemm.sm90.weight_only_configs import Config, WeightOnlyConfig, WeightOnlyGemmConfig
 from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -28,19 +28,17 @@ class WeightOnlyEmulated:
 
     Attributes:
         why: what this case alone would find.
-        sms: CTAs at most, with stream-K.
+        sms: CTAs at most, with stream-K and of the persistent GEMM.
     """
 
     id: str
     why: str
     case: WeightOnlyCase
-    config: WeightOnlyConfig
+    config: Config
     sms: int = SMS
 
 
-def emulate(
-    one: WeightOnlyEmulated, schedule: str, seed: int = 0, kernel: type[WeightOnlySmallMGemm] = WeightOnlySmallMGemm
-) -> None:
+def emulate(one: WeightOnlyEmulated, schedule: str, seed: int = 0, kernel: type[Any] | None = None) -> None:
     """Compile, run on the emulator and judge; any finding or warning raises."""
     case = one.case
     assert one.config.objections(case.spec, SMEM_BYTES) == []
@@ -118,23 +116,63 @@ CASES = [
         case=replace(FEW, kind=ASYMMETRIC, special=True),
         config=SMALL,
     ),
+    WeightOnlyEmulated(
+        id="w4-rows",
+        why="tiles of tokens and of columns with ragged edges; a CTA with several tiles; stages come round",
+        case=replace(FEW, rows=83, n=264, k=456),
+        config=WeightOnlyGemmConfig(tokens=48, stages=3),
+    ),
+    WeightOnlyEmulated(
+        id="w4-rows-zero-points",
+        why="a zero point for two tiles of columns; float16; a bias; two buffers of tokens; a tile of k of one half",
+        case=replace(
+            FEW,
+            rows=130,
+            n=136,
+            k=704,
+            kind=replace(ASYMMETRIC, group=256),
+            dtype=F16,
+            bias=True,
+            pad_x=8,
+            pad_out=16,
+        ),
+        config=WeightOnlyGemmConfig(tokens=128, stages=4),
+        sms=2,
+    ),
+    WeightOnlyEmulated(
+        id="w8-rows",
+        why="eight bits; one packed tile of k: nothing before or behind it",
+        case=replace(FEW, rows=31, n=192, k=72, kind=W8),
+        config=WeightOnlyGemmConfig(tokens=32, stages=2),
+    ),
+    WeightOnlyEmulated(
+        id="w4-rows-special",
+        why="NaN, infinities and zeros among x and scales",
+        case=replace(FEW, rows=40, kind=ASYMMETRIC, special=True),
+        config=WeightOnlyGemmConfig(tokens=32, stages=3),
+        sms=1,
+    ),
 ]
 
 
 def random_emulated(seed: int) -> WeightOnlyEmulated:
     """Any problem with a kernel that takes it."""
     choose = random.Random(seed)
-    case = random_case(seed, most_n=400, most_k=900)
+    many = choose.random() < 0.5
+    case = random_case(seed, most_n=400, most_k=900, most_rows=200 if many else 64)
     while True:
-        config = WeightOnlyConfig(
+        stages = choose.randint(2, 4)
+        config: Config = WeightOnlyConfig(
             tokens=choose.choice((8, 16, 32, 64)),
-            stages=choose.randint(2, 4),
+            stages=stages,
             groups=choose.choice((1, 2)),
             num_splits=choose.choice((1, 1, 2, 3, 4)),
         )
+        if many:
+            config = WeightOnlyGemmConfig(tokens=16 * choose.randint(1, 8), stages=stages, band=choose.randint(1, 8))
         if not config.objections(case.spec, SMEM_BYTES):
             break
-    m_tiles = -(-case.rows // config.tile_tokens)
+    m_tiles = 1 if isinstance(config, WeightOnlyGemmConfig) else -(-case.rows // config.tile_tokens)
     return WeightOnlyEmulated(
         id=f"fuzz-{seed}", why="any", case=case, config=config, sms=m_tiles * choose.randint(1, 4)
     )

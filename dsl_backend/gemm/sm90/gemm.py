@@ -108,18 +108,22 @@ class Gemm(GemmBase):
         """One of these buffers."""
         return cute.slice_(sOut_layout, (None, None, 0))
 
+    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> cute.Tensor:
+        """Stages of weights in shared memory."""
+        return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+
     @cute.kernel
     def kernel(
         self,
         params: GemmParams,
         tiled_mma: cute.TiledMma,
         sX_layout: cute.ComposedLayout,
-        sW_layout: cute.ComposedLayout,
+        sW_layout: cute.Layout | cute.ComposedLayout,
         sOut_layout: cute.ComposedLayout,
     ):
         smem = cutlass.utils.SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
-        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sW = self.allocate_weights(smem, sW_layout)
         sOut = None
         if cutlass.const_expr(sOut_layout is not None):
             sOut = smem.allocate_tensor(

@@ -3,16 +3,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 from dsl_backend.gemm.configs import deepest
-from dsl_backend.gemm.cost import max_ctas
-from dsl_backend.gemm.sizes import ceil_div
-from dsl_backend.gemm.sm90.configs import MMA_M, SmallMConfig
+from dsl_backend.gemm.cost import GEMM, SM90_RATES, max_ctas
+from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP, ceil_div
+from dsl_backend.gemm.sm90.configs import MMA_M, ConsumerTiles, SmallMConfig
 from dsl_backend.gemm.weight_only import MOST_ROWS, WeightOnlyGemmSpec
 from dsl_backend.quant.weight_only import TILE_COLUMNS, WeightOnlyFormat
 from dsl_backend.runtime.target import Target
 
 MOST_STAGES, MOST_SPLITS = 24, 8
+# Of the persistent GEMM: two sets of sums have registers.
+MOST_TOKENS = 128
 # With 64 tokens 64 bytes spill all the same, and 96 without more registers.
 TOKENS_OF_EQUAL_SHARES = 32
 
@@ -52,6 +55,73 @@ class WeightOnlyConfig(SmallMConfig):
         return reasons + super().objections(spec, smem_bytes)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightOnlyGemmConfig(ConsumerTiles):
+    """The persistent GEMM of weights of 4 or 8 bits: two consumers of 64 rows of weights each. A stage has 64 columns.
+
+    Attributes:
+        tokens: rows of x; a multiple of 16 up to 128.
+    """
+
+    tokens: int = 128
+    box_n: int = MMA_M
+
+    @property
+    def swaps_operands(self) -> bool:
+        return True
+
+    @property
+    def tile_m(self) -> int:
+        return self.tokens
+
+    @property
+    def mma_rows(self) -> int:
+        return 2 * self.box_n
+
+    @property
+    def mma_columns(self) -> int:
+        return self.tokens
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a consumer's thread: sums, those of a packed tile, and its unpacked weights."""
+        return 2 * super().accumulators + MMA_M * TILE_COLUMNS // 2 // WARPGROUP
+
+    @property
+    def epi_tokens(self) -> int:
+        """Tokens that are stored at once: up to 64, and a part of the tile's without remainder."""
+        return max(tokens for tokens in range(8, 65, 8) if self.tokens % tokens == 0)
+
+    def epilogue_elements(self, parts: int) -> int:
+        """A buffer for each consumer."""
+        return self.consumers * MMA_M * self.epi_tokens
+
+    def half_words(self, kind: WeightOnlyFormat) -> int:
+        """32-bit words of half a packed tile with its scales and zero points."""
+        return kind.value_words // 2 + kind.tile_words - kind.value_words
+
+    def packed_bytes(self, kind: WeightOnlyFormat) -> int:
+        """Bytes of weights of a stage."""
+        return self.consumers * self.half_words(kind) * 4
+
+    def smem_bytes(self, spec: WeightOnlyGemmSpec) -> int:  # type: ignore[override]
+        plain = super().smem_bytes(spec)  # type: ignore[arg-type]
+        packed = self.packed_bytes(spec.kind) + self.tile_m * BLOCK_K * spec.dtype.itemsize
+        return plain + self.stages * (packed - self.stage_bytes(spec.dtypes))
+
+    def objections(self, spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[str]:  # type: ignore[override]
+        reasons = []
+        if not TAIL_ROWS <= self.tokens <= MOST_TOKENS or self.tokens % TAIL_ROWS:
+            reasons.append(f"{self.tokens} tokens are not a multiple of {TAIL_ROWS} from {TAIL_ROWS} to {MOST_TOKENS}")
+        if self.pingpong or self.cluster != 1 or self.box_n != MMA_M:
+            reasons.append(
+                f"box_n is {self.box_n}: consumers have {MMA_M} rows each of a tile that no other CTA shares"
+            )
+        return reasons + super().objections(spec, smem_bytes)  # type: ignore[arg-type]
+
+
+Config = WeightOnlyConfig | WeightOnlyGemmConfig
+
 # Two consumers unpack; one leaves the units idle while it waits.
 TILES = (
     *(WeightOnlyConfig(tokens=tokens, groups=2) for tokens in (8, 16, 32, 48, 64)),
@@ -66,12 +136,21 @@ TILES = (
 )
 
 
+GEMMS = tuple(WeightOnlyGemmConfig(tokens=tokens) for tokens in range(64, MOST_TOKENS + 1, TAIL_ROWS))
+
+
 def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> Iterator[WeightOnlyConfig]:
-    """The configurations that fit a problem, each with as many stages as fit."""
+    """The configurations for few rows that fit a problem, each with as many stages as fit."""
     for tiles in TILES:
         found = deepest(tiles, spec, smem_bytes, MOST_STAGES)  # type: ignore[arg-type]
         if isinstance(found, WeightOnlyConfig):
             yield found
+
+
+def gemms(spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[WeightOnlyGemmConfig]:
+    """The same of the persistent GEMM."""
+    deep = (deepest(tiles, spec, smem_bytes) for tiles in GEMMS)  # type: ignore[arg-type]
+    return [found for found in deep if isinstance(found, WeightOnlyGemmConfig)]
 
 
 # CTAs for each SM between which two share it, with half of the stages each; of clusters of 8 more of them did.
@@ -82,8 +161,8 @@ SHARED_TOKENS = 16
 FILLED, NEARLY_ALL = 0.5, 0.9
 
 
-def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyConfig:
-    """The configuration for so many rows, by what was timed on an H200 (docs/performance.md).
+def few_rows(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyConfig:
+    """The configuration for up to 64 rows, by what was timed on an H200 (docs/performance.md).
 
     Two CTAs on each SM unpack fastest, where a number of splits makes as many; then clusters that fill the SMs once;
     then stream-K.
@@ -110,3 +189,56 @@ def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyCon
     wide = [config for config in at_once if config.groups == 2 and config.num_splits == 4 and load[config] > FILLED]
     deep = [config for config in one if config.num_splits == MOST_SPLITS]
     return next(iter([*halves, *(wide if few and spec.kind.bits == 8 else []), *deep]), stream)
+
+
+# More rows. A step is a packed tile of k. Of the GEMM for few rows it is 256 rows of weights by 64 tokens, timed on an
+# H200 (its 64 rows of n x k = 28672 x 4096); with 8 bits it spills.
+STREAMED_STEP_NS = {4: 1300.0, 8: 3200.0}
+# Of the persistent GEMM what it takes of the rate of products, and besides; it was not timed.
+GEMM_FLOPS, GEMM_STEP_NS = 0.87, 100.0
+LAUNCH_NS = 4000.0
+# Rows that a configuration is chosen for: a smaller number takes that of the next multiple, a larger one that of the
+# last.
+ROWS_STEP, LAST_ROWS = 16, 8192
+
+
+def estimated_ns(config: Config, spec: WeightOnlyGemmSpec, rows: int, target: Target) -> float:
+    """Of a launch for more than 64 rows."""
+    steps = ceil_div(spec.k, TILE_COLUMNS)
+    if isinstance(config, WeightOnlyConfig):
+        tiles = config.tiles(spec, rows)  # type: ignore[arg-type]
+        return ceil_div(tiles * steps, target.used_sms) * STREAMED_STEP_NS[spec.kind.bits] + LAUNCH_NS
+    waves = ceil_div(ceil_div(spec.n, config.mma_rows) * ceil_div(rows, config.tokens), target.used_sms)
+    flops = SM90_RATES.of(target.chips[0]).flops * GEMM_FLOPS
+    step_ns = 2 * config.mma_rows * config.tokens * TILE_COLUMNS / flops + GEMM_STEP_NS
+    return waves * (steps * step_ns + config.mma_rows * config.tokens / GEMM.stored_per_ns) + LAUNCH_NS
+
+
+@lru_cache(maxsize=1 << 16)
+def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> Config:
+    """The configuration for so many rows: for few by what was timed, for more by `estimated_ns`.
+
+    It is the one for all SMs where some are spared: it has been compiled.
+    """
+    target = target.sparing(0)
+    if rows <= MOST_ROWS:
+        return few_rows(spec, rows, target)
+    rows = min(ceil_div(rows, ROWS_STEP) * ROWS_STEP, LAST_ROWS)
+    stream = (one for one in fitting(spec, target.smem_bytes) if one.stream_k and one.tokens == MOST_ROWS)
+    return min((*stream, *gemms(spec, target.smem_bytes)), key=lambda one: estimated_ns(one, spec, rows, target))
+
+
+@cache
+def candidates(spec: WeightOnlyGemmSpec, target: Target) -> tuple[Config, ...]:
+    """All that are chosen for some number of rows, which are compiled before a layer is served.
+
+    Without a GPU these are of all usual parts of the architecture.
+    """
+    rows = (*sorted({tiles.tokens for tiles in TILES}), *range(MOST_ROWS + ROWS_STEP, LAST_ROWS + 1, ROWS_STEP))
+    parts = (replace(target, chip=chip) for chip in target.chips)
+    return tuple(dict.fromkeys(chosen(spec, count, of_chip) for of_chip in parts for count in rows))
+
+
+def objections(spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[str]:
+    """Why no kernel serves a problem; empty where they do."""
+    return [] if next(fitting(spec, smem_bytes), None) else TILES[0].objections(spec, smem_bytes)

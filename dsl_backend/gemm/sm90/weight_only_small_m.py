@@ -6,19 +6,11 @@ in the order in which threads read them (`quant/weight_only.py`). Integers less 
 products have no error of a scale, and the sums of each 128 columns are multiplied by it when they are added up.
 
 A consumer's two boxes take turns: it unpacks one while the products of the other are in flight.
-
-Unpacking: four bits over the mantissa of `base(dtype)` are the number base + value, two for each word with one `and`
-and one `or`. Less base and zero point that is the element. Eight bits are four high and four low ones, each as base +
-bits: low - ((17 base + 128) - 16 high) is the element, and every step is exact.
 """
 
-import struct
-from typing import Any
-
 import cutlass
-import torch
 from cutlass import cute
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
 from cutlass.utils import LayoutEnum, hopper_helpers
 
@@ -26,35 +18,23 @@ from dsl_backend.gemm.args import GemmOperands, StreamKScratch
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
+from dsl_backend.gemm.sm90.unpacking import Unpacking
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
 from dsl_backend.gemm.small_m import SmallMParams, StreamKWork
 from dsl_backend.gemm.weight_only import WeightOnlyKey
-from dsl_backend.primitives.accumulators import fence_operand, words_of
+from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import bulk_load
-from dsl_backend.primitives.math import fma, fma_f16x2, sub_f16x2
 from dsl_backend.primitives.pipeline import Pipeline, Role, warps
-from dsl_backend.quant.weight_only import TILE_COLUMNS, TILE_ROWS, base
-
-WORD_BITS, NIBBLES = 32, 4
-LOW_NIBBLES = 0x000F000F
+from dsl_backend.quant.weight_only import TILE_COLUMNS
 
 
-def pair_bits(value: float, dtype: torch.dtype) -> int:
-    """Two equal 16-bit numbers in a word, as a signed integer."""
-    bits = int.from_bytes(struct.pack("<e", value), "little")
-    if dtype == torch.bfloat16:
-        bits = int.from_bytes(struct.pack("<f", value), "little") >> 16
-    return int.from_bytes((bits | bits << 16).to_bytes(4, "little"), "little", signed=True)
-
-
-class WeightOnlySmallMGemm(SmallMGemm):
+class WeightOnlySmallMGemm(Unpacking, SmallMGemm):
     """See `gemm/small_m.py`; operands' weight is packed."""
 
     def __init__(self, key: WeightOnlyKey[WeightOnlyConfig]):
         super().__init__(key)
-        self.kind, self.dtype = key.kind, key.dtypes.x
+        self.set_format(key)
         self.row_tiles, self.stage_bytes = key.config.row_tiles, key.config.packed_stage_bytes(key.kind)
-        self.pair = "bf16x2" if self.dtype == torch.bfloat16 else "f16x2"
 
     @property
     def consumers(self) -> Role:
@@ -65,21 +45,9 @@ class WeightOnlySmallMGemm(SmallMGemm):
         """By a consumer's threads: give a position's stage back, each warp for itself."""
         pipeline.warp_release(position, thread % WARP)
 
-    @property
-    def mma_dtypes(self) -> tuple[Any, Any]:
-        return self.x_dtype, self.x_dtype
-
     def tiled_mma(self) -> cute.TiledMma:
         """A warpgroup's products of 64 rows of weights in registers with its tokens."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            *self.mma_dtypes,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (MMA_M, self.tokens),
-            wgmma.OperandSource.RMEM,
-        )
+        return self.unpacked_mma(self.tokens)
 
     def params(self, operands: GemmOperands, scratch: StreamKScratch | None) -> SmallMParams:
         """The kernel's, with a TMA descriptor of x; weights have none."""
@@ -193,15 +161,7 @@ class WeightOnlySmallMGemm(SmallMGemm):
 
     def multiply(self, part: cute.Tensor, tCrW: cute.Tensor, tCrX: cute.Tensor, stage: cutlass.Int32):
         """Issue the products of a box with a stage's x, in place of what `part` has."""
-        fence_operand(words_of(tCrW))
-        # One that was changed in a loop could not be used behind it.
-        replacing = self.tiled_mma()
-        replacing.set(wgmma.Field.ACCUMULATE, False)
-        wgmma.fence()
-        for k_block in range(cute.size(tCrX, mode=[2])):
-            cute.gemm(replacing, part, tCrW[None, None, k_block], tCrX[None, None, k_block, stage], part)
-            replacing.set(wgmma.Field.ACCUMULATE, True)
-        wgmma.commit_group()
+        self.multiply_unpacked(self.tiled_mma(), part, tCrW, tCrX, stage, accumulate=False)
 
     def unpack(
         self,
@@ -214,54 +174,5 @@ class WeightOnlySmallMGemm(SmallMGemm):
     ):
         """A thread's elements of a packed tile in a stage, as the A operand, and the scales of its two rows."""
         tile = sW[None, row_tile, stage]
-        rows = cute.recast_tensor(
-            cute.make_tensor(
-                tile.iterator + self.kind.value_words, cute.make_layout(self.kind.tile_words - self.kind.value_words)
-            ),
-            self.x_dtype,
-        )
-        row = self.thread_column(0, thread)
-        offsets = [pair_bits(base(self.dtype) + self.kind.middle, self.dtype)] * 2
-        for b in range(2):
-            scales[b] = rows[row + 8 * b].to(cutlass.Float32)
-        if self.kind.zero_points:
-            offsets = [self.twice(rows[TILE_ROWS + row + 8 * b]) for b in range(2)]
-        elements, at = words_of(tCrW), 0
-        for quad in range(self.kind.value_words // (4 * WARPGROUP)):
-            words = cute.make_rmem_tensor(4, cutlass.Int32)
-            source = cute.make_tensor(tile.iterator + quad * (4 * WARPGROUP) + thread * 4, cute.make_layout(4))
-            source = cute.make_tensor(source.iterator.align(16), source.layout)
-            cute.autovec_copy(source, words)
-            for i in range(4):
-                for element in self.elements_of(words[i], offsets):
-                    elements[at] = element
-                    at += 1
-
-    def elements_of(self, word: cutlass.Int32, offsets: list) -> list:
-        """The elements in a word as packed 16-bit pairs: of rows 0 and 8, columns in order.
-
-        Args:
-            offsets: of both rows, what is subtracted from elements of 4 bits.
-        """
-        exponent = pair_bits(base(self.dtype), self.dtype)
-        parts = [(word >> (4 * i) & LOW_NIBBLES) | exponent for i in range(NIBBLES)]
-        if self.kind.bits == 4:
-            return [sub_f16x2(part, offsets[i % 2], self.pair) for i, part in enumerate(parts)]
-        # From base + high bits to what is subtracted from base + low bits.
-        factor = pair_bits(-16.0, self.dtype)
-        start = pair_bits(17 * base(self.dtype) + self.kind.middle, self.dtype)
-        found = []
-        for low, high in (parts[:2], parts[2:]):
-            found.append(sub_f16x2(low, fma_f16x2(high, factor, start, self.pair), self.pair))
-        return found
-
-    def twice(self, value) -> cutlass.Int32:
-        """A 16-bit number as a packed pair."""
-        pair = cute.make_rmem_tensor(2, self.x_dtype)
-        pair[0], pair[1] = value, value
-        return words_of(pair)[0]
-
-    def add_scaled(self, acc: cute.Tensor, part: cute.Tensor, scales: cute.Tensor):
-        """Add the sums of a box's 128 columns, times their rows' scales."""
-        for i in range(cute.size(acc)):
-            acc[i] = fma(part[i], scales[i // 2 % 2], acc[i])
+        offsets = self.read_rows(tile.iterator + self.kind.value_words, thread, scales)
+        self.read_values(tile.iterator, self.kind.value_words, offsets, thread, tCrW)

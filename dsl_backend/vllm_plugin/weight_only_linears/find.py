@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the linear layers of a model with weights of 4 or 8 bits that this package serves.
+
+GPTQ's, AWQ's and compressed-tensors' methods have a kernel of mixed precision, which vLLM chooses when it makes a layer
+and uses for the first time when weights are processed: until then it can be replaced.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from dsl_backend.checks import short
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
+from dsl_backend.linear.weight_only import dispatch
+from dsl_backend.quant.weight_only import WeightOnlyFormat
+from dsl_backend.runtime.target import Target
+from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
+from dsl_backend.vllm_plugin.options import ServedBy
+from dsl_backend.vllm_plugin.projections.find import linear_backend
+from dsl_backend.vllm_plugin.scaled_linears.find import is_pre_processed
+
+KERNEL = "kernel"
+OPTION = "weight_only_linears"
+NOT_MEASURED = f"dsl's kernels for more than 64 rows were not measured: {options.asked(OPTION)}"
+# By the names of vLLM's types: (bits, whether groups have zero points).
+WEIGHT_TYPES = {"uint4b8": (4, False), "uint8b128": (8, False), "uint4": (4, True)}
+
+
+def reasons_against_engine(vllm_config: Any) -> str:
+    """Why no such layer of an engine is served, whatever its model; empty where nothing is against it."""
+    served_by = getattr(options.of(vllm_config), OPTION)
+    reasons = [sequence_parallelism(vllm_config)]
+    if served_by is ServedBy.VLLM:
+        reasons.append(f"additional_config['dsl']['{OPTION}'] is vllm")
+    if served_by is ServedBy.MEASURED:
+        reasons.append(NOT_MEASURED)
+    if vllm_config.lora_config is not None:
+        reasons.append("LoRA (lora_config) adds to what a projection returns")
+    if compat.is_batch_invariant():
+        reasons.append("batch invariance (VLLM_BATCH_INVARIANT): the split of a sum depends on the number of rows")
+    reasons.append(linear_backend(vllm_config))
+    return "; ".join(filter(None, reasons))
+
+
+def kernels_base() -> Any:
+    """VLLM's base class of kernels of mixed precision; None in versions without one."""
+    try:
+        from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+    except ImportError:
+        return None
+    return MPLinearKernel
+
+
+def holder_of(layer: Any) -> Any:
+    """What has a layer's kernel as `kernel`: its method, or the scheme of a compressed-tensors layer; None."""
+    base = kernels_base()
+    for one in (getattr(layer, "scheme", None), layer.quant_method):
+        if base is not None and isinstance(getattr(one, KERNEL, None), base):
+            return one
+    return None
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a model that have a kernel of mixed precision, with their names."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    if kernels_base() is None:
+        return
+    # Derives from vLLM's class.
+    from dsl_backend.vllm_plugin.weight_only_linears.kernel import WeightOnlyKernel
+
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            holder = holder_of(module)
+            if holder is not None and not isinstance(getattr(holder, KERNEL), WeightOnlyKernel):
+                yield name, module
+
+
+def kind_of(config: Any) -> WeightOnlyFormat | str:
+    """The format of the weights of a kernel's configuration, or why it is none of ours."""
+    weight_type = str(config.weight_type)
+    if weight_type not in WEIGHT_TYPES:
+        return f"weights of {weight_type}: one of {', '.join(WEIGHT_TYPES)} is needed"
+    bits, zero_points = WEIGHT_TYPES[weight_type]
+    if bool(config.zero_points) != zero_points:
+        return f"weights of {weight_type} {'with' if config.zero_points else 'without'} zero points are not known"
+    try:
+        group = None if config.group_size == -1 else config.group_size
+        return WeightOnlyFormat(bits=bits, group=group, zero_points=zero_points)
+    except InvalidInput as error:
+        return str(error)
+
+
+def judge(layer: Any, target: Target) -> WeightOnlyGemmSpec | str:
+    """The spec of a layer that is served; or why it stays vLLM's."""
+    if is_pre_processed():
+        return "its weights were loaded as another kernel had processed them"
+    if "forward" in vars(layer):
+        return f"another forward was put into {type(layer).__name__}"
+    holder = holder_of(layer)
+    config = getattr(holder, KERNEL).config
+    if getattr(config, "has_g_idx", False) or getattr(getattr(holder, "quant_config", None), "desc_act", False):
+        return "columns are ordered by activation (act-order, desc_act): groups of neighbouring columns are needed"
+    if config.act_type != layer.params_dtype:
+        return f"activations of {short(config.act_type)} with scales of {short(layer.params_dtype)}: one is needed"
+    kind = kind_of(config)
+    if isinstance(kind, str):
+        return kind
+    k, n = config.partition_weight_shape
+    if kind.group is None and config.full_weight_shape[0] != k and kind.zero_points:
+        return "zero points of rows that are divided among ranks are not known"
+    try:
+        spec = WeightOnlyGemmSpec(n=n, k=k, dtype=config.act_type, kind=kind, bias=layer.bias is not None)
+        dispatch.choose(spec, target)
+    except (InvalidInput, Unsupported) as error:
+        return str(error)
+    return spec
