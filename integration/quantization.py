@@ -2,7 +2,7 @@
 """What the config.json of a quantised checkpoint says of its quantization, and how one is written."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +68,17 @@ def compressed_weights(num_bits: int = 4, group_size: int | None = 128, symmetri
         "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }
+
+
+def in_words(numbers: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """Numbers [rows, columns] as 32-bit words of neighbouring columns, lowest bits first.
+
+    Args:
+        order: of the columns in a word; as they are by default.
+    """
+    each = 32 // bits
+    found = numbers.to(torch.int32).view(len(numbers), -1, each)
+    words = torch.zeros(found.shape[:2], dtype=torch.int32)
+    for i in range(each):
+        words |= found[..., i if order is None else order[i]] << (bits * i)
+    return words

@@ -11,7 +11,7 @@ from dsl_backend.gemm.args import GemmArgs, GemmOperands, StreamKScratch, launch
 from dsl_backend.gemm.configs import Config, arch_kernels
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.spec import GemmSpec
-from dsl_backend.gemm.tiles import SmallMTiles
+from dsl_backend.gemm.tiles import GemmTiles, SmallMTiles
 from dsl_backend.gemm.views import NUMERIC
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
@@ -44,14 +44,14 @@ def vector(numeric: Any, size: Any) -> Any:
     return make_fake_tensor(numeric, (size,), (1,), assumed_align=ALIGNMENT)
 
 
-def fake_scratch(config: Config) -> StreamKScratch | None:
+def fake_scratch(config: GemmTiles | SmallMTiles) -> StreamKScratch | None:
     """Fake tensors of what CTAs hand on to others; None where they share no tile."""
     if not (isinstance(config, SmallMTiles) and config.stream_k):
         return None
     return StreamKScratch(vector(Float32, cute.sym_int()), vector(Int32, cute.sym_int()))
 
 
-def scratch_of(config: Config, max_ctas: int, workspace: Workspace) -> StreamKScratch | None:
+def scratch_of(config: GemmTiles | SmallMTiles, max_ctas: int, workspace: Workspace) -> StreamKScratch | None:
     """What `fake_scratch` stands for, in the workspace."""
     if not (isinstance(config, SmallMTiles) and config.stream_k):
         return None
@@ -85,6 +85,12 @@ def build(key: GemmKey[Config], target: Target) -> Function:
     return compile_kernel(kernel, (*launch_args(fake_args(key)), stream), key=key, target=target)
 
 
-def run(function: Function, config: Config, operands: GemmOperands, max_ctas: int, workspace: Workspace) -> None:
+def run(
+    function: Function,
+    config: GemmTiles | SmallMTiles,
+    operands: GemmOperands,
+    max_ctas: int,
+    workspace: Workspace,
+) -> None:
     """Launch a function of `build`."""
     function(*launch_args(GemmArgs(operands, scratch_of(config, max_ctas, workspace), max_ctas)))

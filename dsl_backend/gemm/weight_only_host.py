@@ -57,7 +57,7 @@ def fake_args(key: WeightOnlyKey[Config]) -> GemmArgs:
     return args
 
 
-def kernel_of(config: Config) -> type[WeightOnlySmallMGemm] | type[WeightOnlyGemm]:
+def kernel_of(config: Config) -> type[Any]:
     """The kernel of a configuration."""
     return WeightOnlyGemm if isinstance(config, WeightOnlyGemmConfig) else WeightOnlySmallMGemm
 

@@ -31,7 +31,7 @@ from dsl_backend.quant.weight_only import WeightOnlyFormat, dequantized
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.vllm_plugin.weight_only_linears import find, serve
 from dsl_backend.vllm_plugin.weight_only_linears.kernel import WeightOnlyKernel
-from integration.quantization import compressed_weights
+from integration.quantization import compressed_weights, in_words
 from tests.vllm_plugin.test_fused_mlp import engine, model_of
 from tests.vllm_plugin.test_scaled_linears import BF16, error, exact_of, processed, without_compilation
 
@@ -118,16 +118,6 @@ class MLP(nn.Module):
         return x
 
 
-def words_of(numbers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """[rows, columns] as words of neighbouring columns, lowest bits first; `order`: the column of each."""
-    each = 32 // bits
-    found = numbers.to(torch.int32).view(len(numbers), -1, each)
-    words = torch.zeros(found.shape[:2], dtype=torch.int32)
-    for i in range(each):
-        words |= found[..., i if order is None else order[i]] << (bits * i)
-    return words
-
-
 def fill(layer: Any, scheme: str, kind: WeightOnlyFormat, seed: int) -> torch.Tensor:
     """Random weights as a checkpoint has them; returns what they are worth, float64."""
     made = torch.Generator().manual_seed(seed)
@@ -139,17 +129,17 @@ def fill(layer: Any, scheme: str, kind: WeightOnlyFormat, seed: int) -> torch.Te
         torch.randint(0, 1 << kind.bits, (n, groups), dtype=torch.uint8, generator=made) if kind.zero_points else None
     )
     if scheme.startswith("compressed"):
-        layer.weight_packed.data.copy_(words_of(values, kind.bits))
+        layer.weight_packed.data.copy_(in_words(values, kind.bits))
         layer.weight_scale.data.copy_(scale)
         if zeros is not None:
-            layer.weight_zero_point.data.copy_(words_of(zeros.T.contiguous(), kind.bits).T)
+            layer.weight_zero_point.data.copy_(in_words(zeros.T.contiguous(), kind.bits).T)
     else:
         by_columns = scheme == "awq"
-        words = words_of(values.T.contiguous(), 4, AWQ_ORDER) if by_columns else words_of(values, kind.bits).T
+        words = in_words(values.T.contiguous(), 4, AWQ_ORDER) if by_columns else in_words(values, kind.bits).T
         layer.qweight.data.copy_(words)
         layer.scales.data.copy_(scale.T)
         if zeros is not None:
-            layer.qzeros.data.copy_(words_of(zeros.T.contiguous(), 4, AWQ_ORDER))
+            layer.qzeros.data.copy_(in_words(zeros.T.contiguous(), 4, AWQ_ORDER))
     if layer.bias is not None:
         layer.bias.data.copy_(torch.randn(n, generator=made, dtype=torch.float32))
     return dequantized(values, scale, zeros, kind)

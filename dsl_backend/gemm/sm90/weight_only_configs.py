@@ -149,7 +149,7 @@ def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> Iterator[WeightOnlyCon
 
 def gemms(spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[WeightOnlyGemmConfig]:
     """The same of the persistent GEMM."""
-    deep = (deepest(tiles, spec, smem_bytes) for tiles in GEMMS)  # type: ignore[arg-type]
+    deep: Iterator[object] = (deepest(tiles, spec, smem_bytes) for tiles in GEMMS)  # type: ignore[arg-type]
     return [found for found in deep if isinstance(found, WeightOnlyGemmConfig)]
 
 
@@ -224,8 +224,9 @@ def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> Config:
     if rows <= MOST_ROWS:
         return few_rows(spec, rows, target)
     rows = min(ceil_div(rows, ROWS_STEP) * ROWS_STEP, LAST_ROWS)
-    stream = (one for one in fitting(spec, target.smem_bytes) if one.stream_k and one.tokens == MOST_ROWS)
-    return min((*stream, *gemms(spec, target.smem_bytes)), key=lambda one: estimated_ns(one, spec, rows, target))
+    tried: list[Config] = [one for one in fitting(spec, target.smem_bytes) if one.stream_k and one.tokens == MOST_ROWS]
+    tried += gemms(spec, target.smem_bytes)
+    return min(tried, key=lambda one: estimated_ns(one, spec, rows, target))
 
 
 @cache

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
 
 from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.linear.weight_only import api
 from dsl_backend.quant.weight_only import WeightOnlyFormat
-from dsl_backend.vllm_plugin.weight_only_linears.find import kernels_base
 
 
 def by_rows(parameter: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ def packed_of(weight: Any, scale: Any, zero_points: Any, kind: WeightOnlyFormat)
     return api.pack(values, by_rows(scale).contiguous(), offsets, kind)
 
 
-class WeightOnlyKernel(kernels_base()):  # type: ignore[misc]
+class WeightOnlyKernel(MPLinearKernel):
     """Weights of 4 or 8 bits in the place of one of vLLM's kernels, of the same configuration.
 
     Args:
