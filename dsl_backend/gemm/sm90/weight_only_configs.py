@@ -139,18 +139,18 @@ TILES = (
 GEMMS = tuple(WeightOnlyGemmConfig(tokens=tokens) for tokens in range(64, MOST_TOKENS + 1, TAIL_ROWS))
 
 
-def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> Iterator[WeightOnlyConfig]:
+@cache
+def fitting(spec: WeightOnlyGemmSpec, smem_bytes: int) -> tuple[WeightOnlyConfig, ...]:
     """The configurations for few rows that fit a problem, each with as many stages as fit."""
-    for tiles in TILES:
-        found = deepest(tiles, spec, smem_bytes, MOST_STAGES)  # type: ignore[arg-type]
-        if isinstance(found, WeightOnlyConfig):
-            yield found
+    deep = (deepest(tiles, spec, smem_bytes, MOST_STAGES) for tiles in TILES)  # type: ignore[arg-type]
+    return tuple(found for found in deep if isinstance(found, WeightOnlyConfig))
 
 
-def gemms(spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[WeightOnlyGemmConfig]:
+@cache
+def gemms(spec: WeightOnlyGemmSpec, smem_bytes: int) -> tuple[WeightOnlyGemmConfig, ...]:
     """The same of the persistent GEMM."""
     deep: Iterator[object] = (deepest(tiles, spec, smem_bytes) for tiles in GEMMS)  # type: ignore[arg-type]
-    return [found for found in deep if isinstance(found, WeightOnlyGemmConfig)]
+    return tuple(found for found in deep if isinstance(found, WeightOnlyGemmConfig))
 
 
 # CTAs for each SM between which two share it, with half of the stages each; of clusters of 8 more of them did.
@@ -242,4 +242,4 @@ def candidates(spec: WeightOnlyGemmSpec, target: Target) -> tuple[Config, ...]:
 
 def objections(spec: WeightOnlyGemmSpec, smem_bytes: int) -> list[str]:
     """Why no kernel serves a problem; empty where they do."""
-    return [] if next(fitting(spec, smem_bytes), None) else TILES[0].objections(spec, smem_bytes)
+    return [] if fitting(spec, smem_bytes) else TILES[0].objections(spec, smem_bytes)
