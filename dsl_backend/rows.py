@@ -30,7 +30,7 @@ class RowConfig:
     Attributes:
         vector: adjacent elements of one load or store.
         vectors_per_thread: that a thread holds in registers at a time.
-        threads_per_row: of a CTA; a power of two.
+        threads_per_row: of a CTA; a power of two, or whole warps of a CTA that has one row.
         rows_per_cta: rows that a CTA processes at the same time.
         cluster: CTAs that share a row and merge through distributed shared memory.
         ctas_per_sm: CTAs on an SM that registers are reserved for.
@@ -83,6 +83,8 @@ class RowConfig:
                 f"{ACCESS_BYTES} bytes"
             )
         counts = {name: getattr(self, name) for name in ("threads_per_row", "rows_per_cta", "cluster", "vector")}
+        if self.rows_per_cta == 1 and self.threads_per_row > 0 and self.threads_per_row % WARP == 0:
+            counts.pop("threads_per_row")
         reasons += [f"{name} {n} is not a power of two" for name, n in counts.items() if n < 1 or n & (n - 1)]
         if self.threads % WARP or not WARP <= self.threads <= 1024:
             reasons.append(f"{self.threads} threads for each CTA are not a multiple of {WARP} up to 1024")

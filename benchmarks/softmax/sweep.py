@@ -14,6 +14,7 @@ import torch
 from dsl_backend.rows import common_vector
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.precompile import PrecompileSpec
+from dsl_backend.softmax.candidates import named
 from dsl_backend.softmax.configs import SoftmaxConfig, default_config, most_ctas, widest_vector
 from dsl_backend.softmax.cute import host
 from dsl_backend.softmax.spec import SoftmaxSpec
@@ -32,8 +33,7 @@ THREADS = (32, 64, 128, 256, 512, 1024)  # of a row in a CTA
 def candidates(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
     """The configurations that fit, the default first, each with as many CTAs per SM as the registers allow."""
     default = default_config(spec)
-    yield default
-    yield dataclasses.replace(default, use_pdl=not default.use_pdl)
+    yield from named(spec, smem_bytes).values()
     vector = widest_vector(spec)
     for vectors, threads, rows, cluster in spreads(spec.width, vector, THREADS, FEWEST, MOST):
         held = SoftmaxConfig(

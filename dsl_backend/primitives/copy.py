@@ -32,6 +32,46 @@ def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor
 
 
 @cute.jit
+def load_vector_if(
+    inside, base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor, fill: cutlass.Constexpr[int]
+):
+    """Load one vector where `inside` is true, without a branch; no access is made where it is false.
+
+    Args:
+        fragment: [elements], of 4, 8 or 16 bytes.
+        fill: every 32-bit word of the fragment where `inside` is false.
+    """
+    flat = cute.make_tensor(fragment.iterator, cute.make_layout(cute.size(fragment)))
+    words = cute.recast_tensor(flat, cutlass.Int32)
+    address = base.toint() + cutlass.Int64(offset) * (base.dtype.width // 8)
+    found = load_words_if(cutlass.Boolean(inside), address, fill, cute.size(words))
+    for i in cutlass.range_constexpr(cute.size(words)):
+        words[i] = found[i]
+
+
+@dsl_user_op
+def load_words_if(
+    inside: cutlass.Boolean, address: cutlass.Int64, fill: int, count: int, *, loc=None, ip=None
+) -> list[cutlass.Int32]:
+    """`count` words of 32 bits, 1, 2 or 4: those at an address, or `fill` where `inside` is false."""
+    own = [f"own{i}" for i in range(count)]
+    width, together = ("", own[0]) if count == 1 else (f".v{count}", f"{{{', '.join(own)}}}")
+    lines = ["{", ".reg .pred inside;", f".reg .b32 {', '.join(own)};", "setp.ne.s32 inside, {$r0}, 0;"]
+    lines += [f"mov.b32 {name}, {fill & 0xFFFFFFFF};" for name in own]
+    lines += [f"@inside ld.global{width}.b32 {together}, [{{$r1}}];"]
+    lines += [f"mov.b32 {{$w{i}}}, {name};" for i, name in enumerate(own)]
+    text = "\n".join([*lines, "}"])
+    found = cute.arch.inline_ptx(
+        text,
+        write_only_types=[cutlass.Int32] * count,
+        read_only_args=[cutlass.Int32(inside), cutlass.Int64(address)],
+        loc=loc,
+        ip=ip,
+    )
+    return [found] if count == 1 else list(found)
+
+
+@cute.jit
 def store_vector(fragment: cute.Tensor, base: cute.Pointer, offset: cutlass.Int64):
     """Store one vector to global memory; fragment [elements]."""
     cute.autovec_copy(fragment, vector_at(base, offset, cute.size(fragment)))

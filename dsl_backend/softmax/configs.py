@@ -24,6 +24,8 @@ PAIRED_THREADS = 256
 # for 16384 of 8192, 17.63 and not 18.05 for 1024 of 16384 (H200, bfloat16). Rows of 32768 are up to 5 %
 # slower with 16 or 32 elements in CTAs of 512 threads than with 64 in two CTAs of 256.
 FINE_WIDTHS, FINE_ELEMENTS = (4096, 8192, 16384), 16
+# Of a load that a predicate may leave out: a register.
+PREDICATED_BYTES = 4
 # Elements of an access where input and output have 16 bits and rows are aligned.
 HALVES = ACCESS_BYTES // 2
 
@@ -35,10 +37,14 @@ class SoftmaxConfig(RowConfig):
     Attributes:
         two_pass: rows do not fit the registers, and are read twice in a loop.
         recompute: registers hold the input, and exponentials are computed twice: fewer registers, so more CTAs.
+        predicated: vectors past a row's end are not loaded; otherwise they load the row's start.
+        late_dependents: the next kernel's CTAs may start once this one's have read their rows, not at once.
     """
 
     two_pass: bool = False
     recompute: bool = False
+    predicated: bool = False
+    late_dependents: bool = False
 
     def registers(self, spec: SoftmaxSpec) -> int:
         """Registers of a thread without spills: for float32 exponentials and 16 more, or for the input and 24 more."""
@@ -55,7 +61,14 @@ class SoftmaxConfig(RowConfig):
         )
         if not self.two_pass and self.tile_elements < spec.width:
             reasons.append(f"holds {self.tile_elements} elements of {spec.width}")
-        return reasons
+        return reasons + self.unpredicated(spec)
+
+    def unpredicated(self, spec: SoftmaxSpec) -> list[str]:
+        """Why loads cannot be left out past a row's end, if they should be; empty otherwise."""
+        size = self.vector * spec.dtype.itemsize
+        if not self.predicated or size >= PREDICATED_BYTES:
+            return []
+        return [f"predicated loads of {size} bytes: {PREDICATED_BYTES} are the fewest"]
 
 
 def widest_vector(spec: SoftmaxSpec) -> int:

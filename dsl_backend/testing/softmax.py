@@ -2,7 +2,7 @@
 """Softmax problems as test cases: their tensors, their oracle, random ones."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -234,6 +234,39 @@ CASES = [
         config=spread(998, 4, vectors_per_thread=1, two_pass=True),
         why="loop and cluster",
     ),
+    # --- loads that predicates leave out, threads that are no power of two, late dependent launches ---
+    SoftmaxCase(
+        id="predicated",
+        rows=3,
+        width=1030,
+        config=spread(1030, 2, 96, predicated=True, recompute=True),
+        why="three warps of a CTA; vectors past the end are not loaded",
+    ),
+    SoftmaxCase(
+        id="predicated-special",
+        rows=9,
+        width=300,
+        dtype=F16,
+        log=True,
+        config=spread(300, 1, 160, predicated=True),
+        special=True,
+        why="float16: nothing past the end beside NaN and infinities",
+    ),
+    SoftmaxCase(
+        id="predicated-stream",
+        rows=3,
+        width=500,
+        dtype=F32,
+        config=spread(500, vectors_per_thread=3, two_pass=True, predicated=True, late_dependents=True, use_pdl=True),
+        why="float32, two words a load, in the loop; the next launch may start when the row is read",
+    ),
+    SoftmaxCase(
+        id="late-dependents",
+        rows=3,
+        width=768,
+        config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True, late_dependents=True),
+        why="a cluster that lets the next launch start behind its merge",
+    ),
     # --- types ---
     SoftmaxCase(id="bf16-f32", rows=3, width=264, out_dtype=F32, why="wider output: two stores for a load's type"),
     SoftmaxCase(id="f32-bf16", rows=3, width=264, dtype=F32, out_dtype=BF16, why="narrower output"),
@@ -298,6 +331,8 @@ def random_case(seed: int, widest: int = 700) -> SoftmaxCase:
         if config.vectors_per_thread > 32:
             config = None
     padded = config is None and draw.random() < 0.4
+    if config is not None and seed % 3 == 0:
+        config = replace(config, predicated=True, late_dependents=config.use_pdl)
     return SoftmaxCase(
         id=f"fuzz-{seed}",
         why="unforeseen combinations",

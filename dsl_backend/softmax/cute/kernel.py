@@ -15,12 +15,15 @@ from cutlass import cute
 
 from dsl_backend.primitives import dependent_launch, math, reduce
 from dsl_backend.primitives.accumulators import fence_operand
-from dsl_backend.primitives.copy import load_vector, store_vector
+from dsl_backend.primitives.copy import load_vector, load_vector_if, store_vector
 from dsl_backend.primitives.fragment import elements, from_float32, to_float32, words
 from dsl_backend.primitives.reduce import MaxSum
 from dsl_backend.softmax.configs import SoftmaxConfig
 
 NUMERIC = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
+
+# In each 32-bit word of registers.
+NEGATIVE_INFINITY = {cutlass.Float32: 0xFF800000, cutlass.Float16: 0xFC00FC00, cutlass.BFloat16: 0xFF80FF80}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class Softmax:
             config.tile_elements,
         )
         self.threads, self.ctas_per_sm, self.recompute = config.threads, config.ctas_per_sm, config.recompute
-        self.use_pdl = config.use_pdl
+        self.use_pdl, self.predicated = config.use_pdl, config.predicated
+        self.late_dependents = config.use_pdl and config.late_dependents
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
 
     @cute.jit
@@ -77,7 +81,8 @@ class Softmax:
         if cutlass.const_expr(self.cluster > 1):
             reduce.init_cluster_reduce(barrier)
         if cutlass.const_expr(self.use_pdl):
-            dependent_launch.launch_dependents()
+            if cutlass.const_expr(not self.late_dependents):
+                dependent_launch.launch_dependents()
             dependent_launch.wait()
         rows, width = mX.shape
         thread = cute.arch.thread_idx()[0]
@@ -135,23 +140,28 @@ class Softmax:
 
     def merged(self, state: MaxSum, slots, barrier) -> MaxSum:
         """The (maximum, sum) of the row, from those of its threads."""
-        return reduce.row_reduce(state, slots, barrier, self.threads_per_row, self.cluster)
+        found = reduce.row_reduce(state, slots, barrier, self.threads_per_row, self.cluster)
+        if cutlass.const_expr(self.late_dependents):
+            dependent_launch.launch_dependents()
+        return found
 
     @cute.jit
     def load(self, base: cute.Pointer, row_start: cutlass.Int64, rX: cute.Tensor, first, width):
         """Load a thread's vectors of a tile; -inf past the row's end.
 
-        Vectors past the end load the row's start, so that no load waits for a branch.
+        Vectors past the end load the row's start, or nothing, so that no load waits for a branch.
         """
         own = row_start + first
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             offset = i * (self.tile_elements // self.vectors_per_thread)
             if cutlass.const_expr(self.exact):
                 load_vector(base, own + offset, rX[None, i])
+            elif cutlass.const_expr(self.predicated):
+                load_vector_if(first + offset < width, base, own + offset, rX[None, i], NEGATIVE_INFINITY[self.dtype])
             else:
                 inside = own + offset if first + offset < width else row_start
                 load_vector(base, inside, rX[None, i])
-        if cutlass.const_expr(not self.exact):
+        if cutlass.const_expr(not self.exact and not self.predicated):
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 if first + i * (self.tile_elements // self.vectors_per_thread) >= width:
                     rX[None, i].fill(-self.dtype.inf)
