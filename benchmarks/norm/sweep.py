@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 from dsl_backend.norm import launch
+from dsl_backend.norm.candidates import named
 from dsl_backend.norm.configs import NormConfig, default_config, most_ctas, widest_vector
 from dsl_backend.norm.cute import host
 from dsl_backend.norm.spec import NormSpec, Scaling
@@ -33,7 +34,7 @@ THREADS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)  # of a row in a CTA
 def candidates(spec: NormSpec, smem_bytes: int) -> Iterator[NormConfig]:
     """The configurations that fit, the default first, each with registers for one CTA on an SM and for the most."""
     default = default_config(spec)
-    yield default
+    yield from named(spec, smem_bytes).values()
     vector = widest_vector(spec)
     for vectors, threads, rows, cluster in spreads(spec.width, vector, THREADS, FEWEST, MOST):
         one = NormConfig(

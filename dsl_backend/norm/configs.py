@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, replace
 
-from dsl_backend.norm.spec import NormSpec
+from dsl_backend.norm.spec import NormSpec, Scaling
 from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, RowConfig, ceil_div, ctas_per_sm, power_of_2
 
 # The threads of a row load at least 128 adjacent bytes at a time, where the row is as long.
@@ -20,10 +20,23 @@ CTA_THREADS, USUAL_THREADS, MAX_THREADS = 128, 256, 512
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig(RowConfig):
-    """Threads, CTAs and registers of a row, which is held in registers as a whole."""
+    """Threads, CTAs and registers of a row, which is held in registers as a whole, or read twice.
+
+    Attributes:
+        evict_last: caches keep lines that are read for the sum; those of a second read are evicted first.
+        reread: behind the reduction the row is loaded again, and the weight only then: fewer registers.
+    """
+
+    evict_last: bool = False
+    reread: bool = False
 
     def registers(self, spec: NormSpec) -> int:
-        """Registers of a thread without spills: for x, residual and weight as they are loaded, and 32 more."""
+        """Registers of a thread without spills: for x, residual and weight as they are loaded, and 32 more.
+
+        Or, if it is read twice, for x and 24 more.
+        """
+        if self.reread:
+            return ceil_div(self.vector * self.vectors_per_thread * spec.dtype.itemsize, 4) + 24
         element = spec.dtype.itemsize * (1 + spec.residual) + (spec.weight_dtype.itemsize if spec.weight_dtype else 0)
         return ceil_div(self.vector * self.vectors_per_thread * element, 4) + 32
 
@@ -37,6 +50,12 @@ class NormConfig(RowConfig):
         )
         if self.tile_elements < spec.width:
             reasons.append(f"holds {self.tile_elements} elements of {spec.width}")
+        if self.reread and (spec.residual or spec.scaling is Scaling.TOKEN):
+            what = "a residual" if spec.residual else "a scale for each row"
+            reasons.append(f"a second read of rows with {what}: it serves neither residuals nor scales for each row")
+        if self.evict_last and self.vector * spec.dtype.itemsize != ACCESS_BYTES:
+            size = self.vector * spec.dtype.itemsize
+            reasons.append(f"priorities of loads of {size} bytes: {ACCESS_BYTES} are needed")
         return reasons
 
 

@@ -10,6 +10,8 @@ from cutlass.cutlass_dsl import dsl_user_op
 VECTOR_BYTES = 16
 # A policy of TMA loads: lines that L2 evicts first (CUTLASS, TMA::CacheHintSm90).
 EVICT_FIRST = 0x12F0000000000000
+# Priorities of lines in L1 and L2, and the policies of L2 that say the same.
+PRIORITIES = {"evict_first": EVICT_FIRST, "evict_last": 0x14F0000000000000}
 
 
 def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.Tensor:
@@ -29,6 +31,35 @@ def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.
 def load_vector(base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor):
     """Load one vector from global memory; fragment [elements]."""
     cute.autovec_copy(vector_at(base, offset, cute.size(fragment)), fragment)
+
+
+@cute.jit
+def load_vector_as(priority: cutlass.Constexpr[str], base: cute.Pointer, offset: cutlass.Int64, fragment: cute.Tensor):
+    """Load one vector of 16 bytes with an eviction priority, or any vector without; fragment [elements].
+
+    Args:
+        priority: of PRIORITIES, or empty.
+    """
+    if cutlass.const_expr(priority == ""):
+        load_vector(base, offset, fragment)
+    else:
+        words = cute.recast_tensor(fragment, cutlass.Int32)
+        address = base.toint() + cutlass.Int64(offset) * (base.dtype.width // 8)
+        found = load_words_as(priority, address)
+        for i in cutlass.range_constexpr(VECTOR_BYTES // 4):
+            words[i] = found[i]
+
+
+@dsl_user_op
+def load_words_as(priority: str, address: cutlass.Int64, *, loc=None, ip=None) -> tuple[cutlass.Int32, ...]:
+    """Four words at an address, with a priority of PRIORITIES."""
+    return cute.arch.inline_ptx(
+        f"ld.global.L1::{priority}.L2::cache_hint.v4.b32 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}], {{$r1}};",
+        write_only_types=[cutlass.Int32] * (VECTOR_BYTES // 4),
+        read_only_args=[cutlass.Int64(address), cutlass.Int64(PRIORITIES[priority])],
+        loc=loc,
+        ip=ip,
+    )
 
 
 @cute.jit

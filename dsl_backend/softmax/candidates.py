@@ -9,12 +9,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dsl_backend.rows import MAX_CLUSTER, WARP, ceil_div
-from dsl_backend.softmax.configs import MAX_THREADS, SoftmaxConfig, default_config, most_ctas, widest_vector
+from dsl_backend.rows import MAX_CLUSTER, WARP, ceil_div, ctas_per_sm
+from dsl_backend.softmax.configs import MAX_THREADS, SoftmaxConfig, default_config, widest_vector
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 FEWEST_ELEMENTS, MOST_ELEMENTS = 8, 64  # of a thread
-FEWEST_THREADS = 4 * WARP
+FEWEST_THREADS = 2 * WARP
+# Threads and bytes of a CTA in a cluster, at least.
+PART_THREADS, PART_BYTES = 4 * WARP, 4096
+# Registers are given to threads by so many.
+REGISTER_UNIT = 8
 # Rows of a warp each: up to so many bytes of input, with so many rows in a CTA.
 WARP_BYTES, WARP_ROWS = 6144, (1, 4)
 # Bytes that an SM has in flight when half of its time goes into latencies: by the clock of an H200.
@@ -22,7 +26,7 @@ HALF_RATE_BYTES = 24 * 1024
 # What the estimate adds for exponentials that are computed twice, and for each doubling of a cluster.
 RECOMPUTED, DOUBLED = 0.06, 0.01
 # Of `named`: the best spreads in all, and of one size of the cluster.
-RANKED, ALIKE = 8, 2
+RANKED, ALIKE = 9, 3
 
 
 def estimate(config: SoftmaxConfig, spec: SoftmaxSpec) -> float:
@@ -32,7 +36,7 @@ def estimate(config: SoftmaxConfig, spec: SoftmaxSpec) -> float:
     """
     fill = spec.width / config.tile_elements
     held = config.threads * config.vectors_per_thread * config.vector * spec.dtype.itemsize
-    waiting = HALF_RATE_BYTES / (most_ctas(config, spec) * held * fill)
+    waiting = HALF_RATE_BYTES / (whole_ctas(config, spec) * held * fill)
     return (1 + waiting) * (1 + RECOMPUTED * config.recompute) * (1 + DOUBLED * math.log2(config.cluster)) / fill
 
 
@@ -40,9 +44,10 @@ def spreads(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
     """All ways to spread a row over whole warps of a CTA or of a cluster."""
     vector = widest_vector(spec)
     clusters = [1 << power for power in range(MAX_CLUSTER.bit_length())]
+    clusters = [one for one in clusters if one == 1 or spec.width * spec.dtype.itemsize >= one * PART_BYTES]
     for threads, cluster in itertools.product(range(FEWEST_THREADS, MAX_THREADS + 1, WARP), clusters):
         vectors = ceil_div(spec.width // vector, threads * cluster)
-        if not FEWEST_ELEMENTS <= vector * vectors <= MOST_ELEMENTS:
+        if not FEWEST_ELEMENTS <= vector * vectors <= MOST_ELEMENTS or (cluster > 1 and threads < PART_THREADS):
             continue
         held = SoftmaxConfig(
             vector=vector,
@@ -52,11 +57,21 @@ def spreads(spec: SoftmaxSpec, smem_bytes: int) -> Iterator[SoftmaxConfig]:
             cluster=cluster,
             use_pdl=True,
         )
-        kept, again = most_ctas(held, spec), most_ctas(replace(held, recompute=True), spec)
+        kept, again = whole_ctas(held, spec), whole_ctas(replace(held, recompute=True), spec)
         found = [replace(held, ctas_per_sm=kept)]
         # Exponentials are computed twice only if more CTAs fit.
         found += [replace(held, recompute=True, ctas_per_sm=again)] if again > kept else []
         yield from (config for config in found if not config.objections(spec, smem_bytes))
+
+
+def whole_ctas(config: SoftmaxConfig, spec: SoftmaxSpec) -> int:
+    """The CTAs on an SM that registers and threads allow. Threads get whole units of registers.
+
+    Rows that end within a tile take a unit more where exponentials are held.
+    """
+    more = config.tile_elements > spec.width and not config.recompute
+    units = ceil_div(config.registers(spec), REGISTER_UNIT) + more
+    return ctas_per_sm(REGISTER_UNIT * units, config.threads)
 
 
 def ranked(spec: SoftmaxSpec, smem_bytes: int) -> list[SoftmaxConfig]:

@@ -60,10 +60,14 @@ class NormCase:
 
 def spread(width: int, cluster: int = 1, threads: int = 32, rows: int = 1, **more: Any) -> NormConfig:
     """A row of this width over so many CTAs and threads, with two elements for each access."""
-    vectors = ceil_div(width, 2 * threads * cluster)
-    return NormConfig(
-        vector=2, vectors_per_thread=vectors, threads_per_row=threads, rows_per_cta=rows, cluster=cluster, **more
-    )
+    fields = {
+        "vector": 2,
+        "vectors_per_thread": ceil_div(width, 2 * threads * cluster),
+        "threads_per_row": threads,
+        "rows_per_cta": rows,
+        "cluster": cluster,
+    }
+    return NormConfig(**{**fields, **more})
 
 
 def matrix(case: NormCase, numbers: torch.Tensor | None, dtype: torch.dtype, pad: int, offset: int) -> torch.Tensor:
@@ -268,6 +272,43 @@ CASES = [
         residual=True,
         config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True),
         why="launches overlap; no column outside",
+    ),
+    # --- rows that are read twice, and priorities of caches ---
+    NormCase(
+        id="reread",
+        rows=7,
+        width=250,
+        in_place=True,
+        config=spread(250, 1, 64, reread=True, use_pdl=True),
+        why="in place, ragged: a thread reads its vectors again before it writes them",
+    ),
+    NormCase(
+        id="reread-last",
+        rows=3,
+        width=2048,
+        config=spread(2048, 2, 32, vector=8, vectors_per_thread=4, reread=True, evict_last=True),
+        why="a cluster, no column outside; loads with priorities",
+    ),
+    NormCase(
+        id="evict-last",
+        rows=3,
+        width=1000,
+        residual=True,
+        scaling=TOKEN,
+        config=spread(1000, 1, 96, vector=8, vectors_per_thread=2, evict_last=True),
+        why="three warps; loads with a priority, ragged, x and residual",
+    ),
+    NormCase(
+        id="reread-special",
+        rows=9,
+        width=300,
+        dtype=F16,
+        out_dtype=F32,
+        scaling=Scaling.NONE,
+        no_weight=True,
+        config=spread(300, 1, 32, reread=True),
+        special=True,
+        why="NaN and infinities without a weight, a warp",
     ),
     # --- types ---
     NormCase(id="bf16-f32", rows=3, width=264, out_dtype=F32, why="wider output"),

@@ -75,6 +75,8 @@ def test_an_sm_reads_for_several_rows(width: int) -> None:
         ({"vector": 16}, "vectors of 16 elements: rows are aligned to 8, and 8 are 16 bytes"),
         ({"vectors_per_thread": 20}, "272 registers for each of 128 threads, 1 CTAs on an SM: 255 for a thread"),
         ({"ctas_per_sm": 16}, "80 registers for each of 128 threads, 16 CTAs on an SM"),
+        ({"reread": True}, "a second read of rows with a residual: it serves neither residuals nor scales"),
+        ({"vector": 4, "vectors_per_thread": 8, "evict_last": True}, "priorities of loads of 8 bytes: 16 are needed"),
     ],
 )
 def test_what_is_refused(change: dict[str, int], message: str) -> None:

@@ -22,6 +22,7 @@ BY_ID = {case.id: case for case in CASES}
 # A CTA of four rows, the last one missing; in place.
 ROWS = replace(BY_ID["head"], rows=7, width=62)
 WARPS = replace(ROWS, rows=2, width=250, config=spread(250, 1, 64))
+REREAD = replace(BY_ID["reread"], rows=2)
 CLUSTER = replace(BY_ID["cluster-4-token"], rows=5)
 
 
@@ -46,6 +47,13 @@ IN_KERNEL = (
     ("columns past the end are added", "rZ[None, i].fill(self.dtype(0.0))", "pass", ROWS),
     ("rows past the end are written", f"if in_rows and {STORED}", f"if {STORED}", ROWS),
     ("the residual is subtracted", "+ to_float32(rR[None, i])", "- to_float32(rR[None, i])", ROWS),
+    (
+        "the first row again",
+        "row_start(args.x, row), first, width, active, self.second",
+        "0, first, width, active, self.second",
+        REREAD,
+    ),
+    ("no weight again", 'first < width, "", i, rW)', 'first < 0, "", i, rW)', REREAD),
     ("a weight without offset", "weight + self.weight_offset if", "weight if", replace(ROWS, weight_offset=1.0)),
 )
 IN_REDUCE = (
@@ -75,7 +83,7 @@ def run(case: NormCase, made: Callable[..., object]) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("case", [ROWS, WARPS, CLUSTER], ids=["rows", "warps", "cluster"])
+@pytest.mark.parametrize("case", [ROWS, WARPS, CLUSTER, REREAD], ids=["rows", "warps", "cluster", "reread"])
 def test_right_without_a_mistake(case: NormCase) -> None:
     run(case, kernel.RMSNorm)
 
