@@ -38,6 +38,8 @@ NVFP4: dict[str, Any] = {
     "ignore": ["lm_head"],
     "producer": {"name": "modelopt"},
 }
+# gpt-oss's experts: two e2m1 in a byte, a scale that is a power of two for 32 columns of k.
+MXFP4: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def write_beside(folder: Path, ending: str, weights: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsl_backend.vllm_plugin.options import Options
 from integration import offline
 from integration.conftest import Checkpoint
 from integration.environment import device
@@ -88,10 +89,7 @@ def options(**dsl: object) -> tuple[str, str]:
 
 
 REFUSED = "ValueError: attention backend dsl does not serve"
-KEYS = (
-    "(accepted keys: attention_kernel, experts, projections, scaled_linears, scaled_linears_kernel, norms, rope, "
-    "logprobs, mla_latent_queries)"
-)
+KEYS = f"(accepted keys: {', '.join(Options.model_fields)})"
 COMMANDS = (
     Command(
         id="variables",

@@ -10,33 +10,28 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_backend.checks import require
+from dsl_backend.checks import require, short
 from dsl_backend.experts import api
 from dsl_backend.experts.args import ExpertsScales
 from dsl_backend.experts.plan import ExpertsPlan
 from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import Activation, decoded, encoded
-from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.op import register_op
 from dsl_backend.runtime.workspace import current_stream, workspace_of
 
 # Behind an activation's name where gate and up rows of w13 alternate.
 INTERLEAVED = " interleaved"
-# Between the place of the router's weights and the weight of shared experts.
-SHARED = ", shared "
-# Formats of weights in 8 bits, by the dimensions of w13's scales.
+# Formats of weights with float32 scales, by the dimensions of w13's; and those whose scales are factors of products, by
+# the dtypes of weights and scales.
 FORMATS = {2: ROW_SCALED, 3: BLOCK_SCALED}
+FACTORS = {(kind.values, kind.scales): kind for kind in (MXFP8, MXFP4, NVFP4)}
 
 
 def named(activation: Activation, interleaved: bool) -> tuple[str, list[float]]:
     """An activation and the order of w13's rows in types that an operator's schema allows; `activation_of` inverts."""
     name, parameters = encoded(activation)
     return name + INTERLEAVED * interleaved, parameters
-
-
-def weighted(router_weights: RouterWeights, shared_weight: float = 1.0) -> str:
-    """Where the router's weights are multiplied in, and what shared experts' results are multiplied with."""
-    return router_weights.value if shared_weight == 1 else f"{router_weights.value}{SHARED}{shared_weight!r}"
 
 
 def activation_of(name: str, parameters: list[float]) -> tuple[Activation, bool]:
@@ -64,6 +59,7 @@ class Layer(NamedTuple):
     x: ScaledFormat | None
     shared_experts: int = 0
     shared_weight: float = 1.0
+    kernel: str | None = None
 
 
 @cache
@@ -72,57 +68,62 @@ def plan_of(layer: Layer, device: torch.device, stream: int) -> ExpertsPlan:
     facts = layer._asdict()
     activation, interleaved = activation_of(facts.pop("activation"), list(facts.pop("parameters")))
     facts["router_weights"] = RouterWeights(layer.router_weights)
+    kernel = facts.pop("kernel")
     spec = ExpertsSpec(activation=activation, interleaved=interleaved, **facts)
-    return api.plan(spec, device, workspace=workspace_of(device, stream))
+    return api.plan(spec, device, workspace=workspace_of(device, stream), kernel=kernel)
 
 
 def experts(
     out: torch.Tensor,
     x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    topk_weights: torch.Tensor | None,
-    topk_ids: torch.Tensor,
+    weights: list[torch.Tensor],
+    routing: list[torch.Tensor | None],
     biases: list[torch.Tensor | None],
     scales: list[torch.Tensor | None],
-    expert_map: torch.Tensor | None,
     activation: str,
     parameters: list[float],
     router_weights: str,
+    shared_weight: float = 1.0,
+    kernel: str | None = None,
 ) -> None:
     """Writes out; operands as `ExpertsOperands` has them.
 
     Args:
-        biases: of w13 and w2, then w13 and w2 of shared experts where there are any.
-        scales: of w13, w2 and x, as `ExpertsScales` has them.
+        weights: w13 and w2, then w13 and w2 of shared experts where there are any.
+        routing: topk_weights, topk_ids and expert_map.
+        biases: of w13 and w2.
+        scales: of w13, w2 and x, and those of whole matrices, as `ExpertsScales` has them.
         activation, parameters: as `named` makes them.
-        router_weights: as `weighted` makes it.
+        router_weights: where they are multiplied in, the value of one of `RouterWeights`.
+        shared_weight: what shared experts' results are multiplied with.
+        kernel: a name from the dispatch table; by default the best that serves.
 
     Raises:
         InvalidInput: an argument does not fit.
         Unsupported: no kernel serves the layer.
     """
-    (w13_bias, w2_bias, *shared), given = biases, ExpertsScales(*scales)
-    shared_w13, shared_w2 = shared or (None, None)
-    where, _, shared_weight = router_weights.partition(SHARED)
-    weight = None if given.w13 is None else format_of(given.w13)
+    (w13, w2, *shared), (topk_weights, topk_ids, expert_map), (w13_bias, w2_bias) = weights, routing, biases
+    given = ExpertsScales(*scales)
+    assert topk_ids is not None
+    weight = None if given.w13 is None else format_of(w13, given.w13)
     layer = Layer(
         num_experts=w13.shape[0],
         hidden_size=x.shape[-1],
-        intermediate_size=w2.shape[-1],
+        intermediate_size=w2.shape[-1] * (1 if weight is None else weight.packed),
         topk=topk_ids.shape[-1],
         dtype=out.dtype,
         activation=activation,
         parameters=tuple(parameters),
         w13_bias=w13_bias is not None,
         w2_bias=w2_bias is not None,
-        router_weights=where,
+        router_weights=router_weights,
         global_experts=None if expert_map is None else expert_map.shape[0],
         ids_dtype=topk_ids.dtype,
         weight=weight,
         x=None if given.x is None or weight is None else ACTIVATIONS_OF[weight],
-        shared_experts=0 if shared_w2 is None else shared_of(shared_w2, w2),
-        shared_weight=float(shared_weight or 1.0),
+        shared_experts=shared_of(shared[1], w2) if shared else 0,
+        shared_weight=shared_weight,
+        kernel=kernel,
     )
     plan = plan_of(layer, x.device, current_stream(x.device))
     api.run(
@@ -137,8 +138,7 @@ def experts(
         expert_map=expert_map,
         out=out,
         scales=given,
-        shared_w13=shared_w13,
-        shared_w2=shared_w2,
+        **dict(zip(("shared_w13", "shared_w2"), shared, strict=False)),
     )
 
 
@@ -152,8 +152,16 @@ def shared_of(shared_w2: torch.Tensor, w2: torch.Tensor) -> int:
     return columns // width
 
 
-def format_of(w13_scale: torch.Tensor) -> ScaledFormat:
-    """The format of weights whose scales are [E, 2 I], or [E, 2 I / 128, H / 128]."""
+def format_of(w13: torch.Tensor, w13_scale: torch.Tensor) -> ScaledFormat:
+    """The format of weights whose scales are float32 [E, 2 I] or [E, 2 I / 128, H / 128], or factors of products."""
+    if w13_scale.dtype != torch.float32:
+        dtypes = (w13.dtype, w13_scale.dtype)
+        known = ", ".join(f"{short(values)} with {short(scales)}" for values, scales in FACTORS)
+        require(
+            dtypes in FACTORS,
+            f"w13 is {short(dtypes[0])} with scales in {short(dtypes[1])}: scales in float32, or {known} are needed",
+        )
+        return FACTORS[dtypes]
     require(
         w13_scale.dim() in FORMATS,
         f"w13_scale has {w13_scale.dim()} dimensions: 2 (channels) or 3 (blocks) are needed",

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from dsl_backend.checks import short
-from dsl_backend.errors import InvalidInput
-from dsl_backend.experts import dispatch, scaled_configs
-from dsl_backend.experts.configs import candidates
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.experts import block_scaled_configs, dispatch, scaled_configs
+from dsl_backend.experts.configs import Kind, candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
 from dsl_backend.gemm.sizes import ceil_div
@@ -97,29 +97,32 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
         yield from precompile_specs_of(spec, target)
 
 
-def precompile_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernels of a layer, for any number of tokens; none where no CuTe DSL kernel serves it."""
-    if spec.weight is not None:
-        yield from scaled_specs_of(spec, target)
+def precompile_specs_of(spec: ExpertsSpec, target: Target, kernel: str | None = None) -> Iterator[PrecompileSpec]:
+    """The kernels of a layer, for any number of tokens; none where no CuTe DSL kernel serves it.
+
+    Args:
+        kernel: a name from the dispatch table; by default the best that serves.
+    """
+    try:
+        name = dispatch.choose(spec, target, kernel).name
+    except Unsupported:
         return
-    if dispatch.cute(spec, target):
-        return
-    # Imports CuTe DSL.
-    from dsl_backend.experts.cute import host
-
-    for config in candidates(spec, target):
-        yield PrecompileSpec("experts", host.build, host.key_of(spec, config), target)
-
-
-def scaled_specs_of(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """As `precompile_specs_of`, of a layer whose weights are in 8 bits."""
-    if dispatch.cute_scaled(spec, target):
+    if not name.startswith("cute"):
         return
     # Imports CuTe DSL.
-    from dsl_backend.experts.cute import scaled_host
+    from dsl_backend.experts.cute import block_scaled_host, host, scaled_host
 
-    for config in scaled_configs.candidates(spec, target):
-        yield PrecompileSpec("experts", scaled_host.build, scaled_host.key_of(spec, config), target)
+    if name == "cute-block-scaled":
+        for config in block_scaled_configs.candidates(spec, target):
+            key = block_scaled_host.key_of(spec, config)
+            yield PrecompileSpec("experts", block_scaled_host.build, key, target)
+    elif name in dispatch.SCALED:
+        for scaled_config in scaled_configs.candidates(spec, target):
+            yield PrecompileSpec("experts", scaled_host.build, scaled_host.key_of(spec, scaled_config), target)
+    else:
+        kind = next((one for one in Kind if name == f"cute-{one.value}"), None)
+        for any_config in candidates(spec, target, kind):
+            yield PrecompileSpec("experts", host.build, host.key_of(spec, any_config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -94,9 +94,14 @@ def compile_weight_only_linears(vllm_config: Any, specs: Iterable[WeightOnlyGemm
     compile_each(vllm_config, specs, weight_only_precompile.precompile_specs_of)
 
 
-def compile_experts(vllm_config: Any, specs: Iterable[ExpertsSpec]) -> None:
-    """Start compiling what routed experts need and was not predicted."""
-    compile_each(vllm_config, specs, experts_precompile.precompile_specs_of)
+def compile_experts(vllm_config: Any, layers: Iterable[tuple[ExpertsSpec, str | None]]) -> None:
+    """Start compiling what routed experts need and was not predicted, each with the kernel that is named."""
+    compile_each(vllm_config, layers, experts_units)
+
+
+def experts_units(layer: tuple[ExpertsSpec, str | None], target: Target) -> Iterator[PrecompileSpec]:
+    spec, kernel = layer
+    return experts_precompile.precompile_specs_of(spec, target, kernel)
 
 
 def compile_norms(vllm_config: Any, specs: Iterable[NormSpec]) -> None:
@@ -162,7 +167,7 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
             yield from linear_precompile.precompile_specs_of(spec, target)
     experts = experts_precompile.spec_of(replace(shape, expert_parallel=expert_ranks(vllm_config.parallel_config)))
     if isinstance(experts, ExpertsSpec) and predicts_experts(vllm_config, experts, target):
-        yield from experts_precompile.precompile_specs_of(experts, target)
+        yield from experts_precompile.precompile_specs_of(experts, target, options.of(vllm_config).experts_kernel)
     wanted = [one.name for one in families.load_all() if one.warm_up]
     if envs.SAMPLER.read() and vllm_config.speculative_config is None:
         wanted.append("sampling")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dsl_backend.attention import dispatch
+from dsl_backend.experts import dispatch as experts_dispatch
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.enum_members import NAME
@@ -31,6 +32,8 @@ class Options(BaseModel):
             compiled models fuse with what precedes; with `cute-fp8` alone. By default that kernel gives each row of
             queries a scale of its own, and short queries have 16 bits.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
+        experts_kernel: with `experts` of dsl, serve them with the kernels of this name from the dispatch table; layers
+            that these do not serve are vLLM's. By default each layer gets the best kernel that serves.
         shared_experts: whose kernels serve shared experts of layers whose routed ones dsl serves: dsl's compute them
             with the routed ones; `measured` is vLLM's, because neither was measured.
         projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
@@ -61,6 +64,7 @@ class Options(BaseModel):
     # Not timed on a GPU.
     fp8_queries: Annotated[bool, Field(strict=True)] = False
     experts: ServedBy = ServedBy.MEASURED
+    experts_kernel: str | None = None
     shared_experts: ServedBy = ServedBy.MEASURED
     # With dsl's projections, norms and rope, Llama-8B has 1.18 times FLASH_ATTN's rate with one request (H200), and
     # without them 1.06 (H100).
@@ -88,6 +92,20 @@ class Options(BaseModel):
             raise ValueError(
                 f"fp8_queries is true and attention_kernel {self.attention_kernel!r}: quantised queries are those of "
                 f"{dispatch.FP8_PRODUCTS!r}"
+            )
+        return self
+
+    @field_validator("experts_kernel")
+    @classmethod
+    def _known_of_experts(cls, name: str | None) -> str | None:
+        return one_of(name, (entry.name for entry in experts_dispatch.TABLE))
+
+    @model_validator(mode="after")
+    def _experts_of_a_kernel(self) -> "Options":
+        if self.experts_kernel is not None and self.experts is not ServedBy.DSL:
+            raise ValueError(
+                f"experts_kernel is {self.experts_kernel!r} and experts {self.experts.value!r}: a kernel is named with "
+                f"'dsl' alone"
             )
         return self
 

@@ -29,7 +29,7 @@ from dsl_backend.vllm_plugin.fused_mlp.fuse import fused_specs
 from dsl_backend.vllm_plugin.norms.serve import served_specs as norm_specs
 from dsl_backend.vllm_plugin.projections.serve import most_rows
 from dsl_backend.vllm_plugin.projections.serve import served_specs as projection_specs
-from dsl_backend.vllm_plugin.routed_experts.serve import served_specs
+from dsl_backend.vllm_plugin.routed_experts.serve import served_layers as experts_layers
 from dsl_backend.vllm_plugin.scaled_linears.serve import served_layers as scaled_layers
 from dsl_backend.vllm_plugin.weight_only_linears.serve import served_layers as weight_only_specs
 
@@ -70,7 +70,7 @@ def precompile_specs(vllm_config: Any) -> list[PrecompileSpec]:
         for spec in projection_specs():
             layers += linear_units(spec, target, most_rows(spec.batch_invariant))
         layers += [unit for spec in norm_specs() for unit in norm_precompile.precompile_specs_of(spec, target)]
-        layers += [unit for spec in served_specs() for unit in experts_units(spec, target)]
+        layers += [unit for one in experts_layers() for unit in experts_units(*one, target)]
         layers += [unit for one in scaled_layers() for unit in scaled_units(one, target)]
         layers += [
             unit for spec in weight_only_specs() for unit in weight_only_precompile.precompile_specs_of(spec, target)
@@ -100,10 +100,10 @@ def linear_units(spec: LinearSpec, target: Target, most_rows: int | None = None)
     yield PrecompileSpec("linear", gemm.prepare, spec, target)
 
 
-def experts_units(spec: ExpertsSpec, target: Target) -> Iterator[PrecompileSpec]:
+def experts_units(spec: ExpertsSpec, kernel: str | None, target: Target) -> Iterator[PrecompileSpec]:
     """The kernels of routed experts, Triton's too; those of weights in 8 bits are compiled by the first dummy run."""
-    if experts_dispatch.choose(spec, target).name != "triton" or spec.weight is not None:
-        yield from experts_precompile.precompile_specs_of(spec, target)
+    if experts_dispatch.choose(spec, target, kernel).name != "triton" or spec.weight is not None:
+        yield from experts_precompile.precompile_specs_of(spec, target, kernel)
         return
     # Imports Triton.
     from dsl_backend.experts.triton import kernels

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsl_backend.errors import InvalidInput
+from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, ops
 from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.testing.experts import CASES, SCALED_CASES, SHARED_CASES, ExpertsCase, tensors
+from dsl_backend.testing.experts import BLOCK_SCALED_CASES, CASES, SCALED_CASES, SHARED_CASES, ExpertsCase, tensors
 
 CPU = torch.device("cpu")
 
@@ -21,11 +21,10 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     ops.plan_of.cache_clear()
 
 
-def facts_of(case: ExpertsCase) -> tuple[str, list[float], str]:
+def facts_of(case: ExpertsCase) -> tuple[str, list[float], str, float]:
     """What the operator is told beside tensors."""
-    return *ops.named(case.spec.activation, case.spec.interleaved), ops.weighted(
-        case.router_weights, case.shared_weight
-    )
+    name, parameters = ops.named(case.spec.activation, case.spec.interleaved)
+    return name, parameters, case.router_weights.value, case.shared_weight
 
 
 def shared_of(given: ExpertsOperands) -> list[torch.Tensor]:
@@ -35,7 +34,8 @@ def shared_of(given: ExpertsOperands) -> list[torch.Tensor]:
 
 def operands_of(given: ExpertsOperands) -> tuple[object, ...]:
     """What the operator is given of tensors, beside the output."""
-    return *given[:5], [given.w13_bias, given.w2_bias, *shared_of(given)], list(given.scales), given.expert_map
+    weights, routing = [given.w13, given.w2, *shared_of(given)], [given.topk_weights, given.topk_ids, given.expert_map]
+    return given.x, weights, routing, [given.w13_bias, given.w2_bias], list(given.scales)
 
 
 def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
@@ -44,10 +44,10 @@ def by_operator(case: ExpertsCase, given: ExpertsOperands) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES, *SHARED_CASES])
+@pytest.mark.parametrize("name", [*CASES, *SCALED_CASES, *SHARED_CASES, *BLOCK_SCALED_CASES])
 def test_as_by_plan_and_run(name: str) -> None:
     """All that a plan is told, the operator reads off its tensors."""
-    case = (CASES | SCALED_CASES | SHARED_CASES)[name]
+    case = (CASES | SCALED_CASES | SHARED_CASES | BLOCK_SCALED_CASES)[name]
     given = tensors(case, "cpu")
     plan = api.plan(case.spec, CPU)
     more = {"w13_bias": given.w13_bias, "w2_bias": given.w2_bias, "expert_map": given.expert_map}
@@ -87,6 +87,22 @@ def test_scales_of_no_format() -> None:
     given = given._replace(scales=given.scales._replace(w13=torch.ones(4)))
     with pytest.raises(InvalidInput, match=r"w13_scale has 1 dimensions: 2 \(channels\) or 3 \(blocks\) are needed"):
         by_operator(SCALED_CASES["blocks"], given)
+
+
+def test_scales_of_other_weights() -> None:
+    case = BLOCK_SCALED_CASES["nvfp4"]
+    given = tensors(case, "cpu")
+    given = given._replace(w13=given.w13.view(torch.float8_e4m3fn))
+    with pytest.raises(InvalidInput, match="w13 is float8_e4m3fn with scales in float8_e4m3fn: scales in float32, or"):
+        by_operator(case, given)
+
+
+def test_a_kernel_that_is_named() -> None:
+    case = CASES["gpt-oss"]
+    given = tensors(case, "cpu")
+    ops.EXPERTS(given.out, *operands_of(given), *facts_of(case), "reference")
+    with pytest.raises(Unsupported, match="experts decode: serves GPUs of"):
+        ops.EXPERTS(given.out, *operands_of(given), *facts_of(case), "cute-decode")
 
 
 def test_a_plan_for_each_kind_of_layer() -> None:

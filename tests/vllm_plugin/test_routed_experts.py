@@ -732,16 +732,17 @@ def test_whole_experts_are_predicted_too() -> None:
 
 def test_what_is_served_is_compiled_ahead(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(serve.ahead, "compile_experts", lambda config, specs: begun.extend(specs))
+    monkeypatch.setattr(serve.ahead, "compile_experts", lambda config, layers: begun.extend(layers))
     served(experts(prefix="a"), experts(prefix="b"))
-    assert begun == list(serve.served_specs())
+    assert begun == list(serve.served_layers())
     assert len(begun) == 1
 
 
 def test_gpt_oss_is_recognised(served: Any) -> None:
     layer = experts(activation="swigluoai", has_bias=True)
     served(layer)
-    (spec,) = serve.served_specs()
+    ((spec, kernel),) = serve.served_layers()
+    assert kernel is None
     assert (spec.activation, spec.interleaved, spec.w13_bias, spec.w2_bias) == (SWIGLU_OAI, True, True, True)
 
 

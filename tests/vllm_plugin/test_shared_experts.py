@@ -269,7 +269,7 @@ def test_other_ranks_tokens(served: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_compiled_ahead_with_shared_experts(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
-    monkeypatch.setattr(serve.ahead, "compile_experts", lambda config, specs: begun.extend(specs))
+    monkeypatch.setattr(serve.ahead, "compile_experts", lambda config, layers: begun.extend(layers))
     served(made())
-    assert [one.shared_experts for one in begun] == [SHARED]
+    assert [spec.shared_experts for spec, _ in begun] == [SHARED]
     assert targets.detect(torch.device("cpu")).kernel_arch is None

@@ -11,7 +11,7 @@ from torch import nn
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import dispatch, tuned
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.options import ServedBy
@@ -21,6 +21,17 @@ SAME_WEIGHTS = ("auto", "triton")
 # vLLM's methods whose weights are served: in 16 bits, and in e4m3.
 UNQUANTISED = "UnquantizedFusedMoEMethod"
 SCALED = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod")
+# Those of weights whose scales are factors of SM100's matrix products.
+MMA_SCALED = {
+    "GptOssMxfp4MoEMethod": MXFP4,
+    "Mxfp4MoEMethod": MXFP4,
+    "ModelOptMxFp8FusedMoE": MXFP8,
+    "CompressedTensorsW8A8Mxfp8MoEMethod": MXFP8,
+    "ModelOptNvFp4FusedMoE": NVFP4,
+    "CompressedTensorsW4A4Nvfp4MoEMethod": NVFP4,
+}
+# SM100's kernels of these, which have not run on a GPU.
+MMA_SCALED_KERNEL = "cute-block-scaled"
 # Where methods have vLLM's choice of kernels.
 BACKENDS = ("unquantized_backend", "fp8_backend")
 
@@ -32,11 +43,13 @@ class Service(NamedTuple):
         spec: of the layer, with this rank's sizes.
         kernels: the class that vLLM makes for it.
         ranges: of tokens that it serves; empty are all.
+        kernel: the name of this package's kernels that serve; None is the best one that does.
     """
 
     spec: ExpertsSpec
     kernels: type
     ranges: tuple[tuned.ProblemShape, ...] = ()
+    kernel: str | None = None
 
 
 def reasons_against_engine(vllm_config: Any) -> str:
@@ -84,9 +97,10 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     weight = format_of(layer)
     if isinstance(weight, str):
         return weight
-    if method.moe_kernel is not None or has_no_kernels(method) or has_kernels_elsewhere(method):
+    made = method.moe_kernel is not None or has_no_kernels(method)
+    if made or (name_of(method) not in MMA_SCALED and has_kernels_elsewhere(method)):
         return "vLLM has no kernels to replace, or has made them already"
-    served_by = options.of(vllm_config).experts
+    served_by, kernel = options.of(vllm_config).experts, options.of(vllm_config).experts_kernel
     if reason := reason_against_request(moe, served_by):
         return reason
     kernels = kernels_of(method.experts_cls, weight)
@@ -98,18 +112,25 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     if reason := reason_against_rows(kernels, vllm_config, layer):
         return reason
     spec = spec_of(layer, kernels, weight)
-    dispatch.choose(spec, target)
-    service = Service(spec, kernels)
+    if spec.mma_scaled and kernel is None and target.kernel_arch == "sm100":
+        return f"{spec.weight} needs experts_kernel {MMA_SCALED_KERNEL!r}: these kernels have not run on a GPU"
+    dispatch.choose(spec, target, kernel)
+    service = Service(spec, kernels, kernel=kernel)
     return service if served_by is ServedBy.DSL else measured(service, method, target)
 
 
 def format_of(layer: Any) -> ScaledFormat | str | None:
     """The format of a layer's weights as they are loaded, None of 16 bits; or why they are not served."""
-    method, name = layer.quant_method, type(layer.quant_method).__name__
-    if not type(method).__module__.startswith("vllm.") or name not in (UNQUANTISED, *SCALED):
-        return f"{name} is not vLLM's method of 16-bit weights, or of e4m3 with scales of blocks or of channels"
+    method, name = layer.quant_method, name_of(layer.quant_method)
+    if not type(method).__module__.startswith("vllm.") or name not in (UNQUANTISED, *SCALED, *MMA_SCALED):
+        return (
+            f"{name} is not vLLM's method of 16-bit weights, or of e4m3 with scales of blocks or of channels, or of "
+            f"MXFP8, MXFP4 or NVFP4"
+        )
     if name == UNQUANTISED:
         return None
+    if name in MMA_SCALED:
+        return "its inputs are not quantised" if getattr(method, "use_a16", False) else MMA_SCALED[name]
     if method.weight_block_size is not None:
         block = list(getattr(method, "moe_block_shape", None) or method.weight_block_size)
         blocks = f"weights have scales of {'x'.join(map(str, block))} blocks: {GROUP}x{GROUP} are served"
@@ -118,6 +139,10 @@ def format_of(layer: Any) -> ScaledFormat | str | None:
     if tuple(layer.w13_weight_scale.shape) == (experts, rows, 1):
         return ROW_SCALED
     return "weights have one scale for each expert: 128x128 blocks and channels are served"
+
+
+def name_of(method: Any) -> str:
+    return type(method).__name__
 
 
 def scales_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,12 +171,14 @@ def has_kernels_elsewhere(method: Any) -> bool:
 
 def kernels_of(theirs: Any, weight: ScaledFormat | None) -> Any:
     """This package's class for the format of tokens that vLLM's kernels take; a text says why there is none."""
-    from dsl_backend.vllm_plugin.routed_experts.kernels import BatchedDSLExperts, DSLExperts, Format, ScaledDSLExperts
+    from dsl_backend.vllm_plugin.routed_experts import kernels
 
-    batched = theirs is not None and theirs.activation_format() is Format.BatchedExperts
+    batched = theirs is not None and theirs.activation_format() is kernels.Format.BatchedExperts
     if weight is None:
-        return BatchedDSLExperts if batched else DSLExperts
-    return f"weights in {weight} with tokens in vLLM's batched format" if batched else ScaledDSLExperts
+        return kernels.BatchedDSLExperts if batched else kernels.DSLExperts
+    if batched:
+        return f"weights in {weight} with tokens in vLLM's batched format"
+    return kernels.BlockScaledDSLExperts if weight.swizzled else kernels.ScaledDSLExperts
 
 
 def reason_against_request(moe: Any, served_by: ServedBy) -> str:
@@ -184,17 +211,14 @@ def spec_of(layer: Any, kernels: Any, weight: ScaledFormat | None) -> ExpertsSpe
 
     moe = layer.moe_config
     activation, interleaved = activation_of(moe, constants_of(layer, weight))
-    w13, w2 = layer.w13_weight, layer.w2_weight
-    check_weights(moe, layer.local_num_experts, w13, w2, moe.in_dtype if weight is None else weight.values)
-    if weight is not None:
-        check_scales(layer, weight)
+    hidden, width = sizes_of(layer, weight)
     batched = kernels.activation_format().name == "BatchedExperts"
     on_input = bool(layer.apply_router_weight_on_input)
     mapped = layer.expert_map is not None and not batched
     return ExpertsSpec(
-        num_experts=w13.shape[0],
-        hidden_size=w13.shape[2],
-        intermediate_size=w2.shape[2],
+        num_experts=layer.local_num_experts,
+        hidden_size=hidden,
+        intermediate_size=width,
         topk=1 if batched else moe.experts_per_token,
         dtype=moe.in_dtype,
         activation=activation,
@@ -206,6 +230,19 @@ def spec_of(layer: Any, kernels: Any, weight: ScaledFormat | None) -> ExpertsSpe
         ids_dtype=torch.int32 if batched else compat.expert_ids_dtype(moe.moe_parallel_config),
         weight=weight,
     )
+
+
+def sizes_of(layer: Any, weight: ScaledFormat | None) -> tuple[int, int]:
+    """H and I of a layer as it is loaded. Raises InvalidInput: its weights do not lie as kernels need them."""
+    if weight is not None and weight.swizzled:
+        from dsl_backend.vllm_plugin.routed_experts import block_scaled
+
+        return block_scaled.sizes_of(layer, weight)
+    moe, w13, w2 = layer.moe_config, layer.w13_weight, layer.w2_weight
+    check_weights(moe, layer.local_num_experts, w13, w2, moe.in_dtype if weight is None else weight.values)
+    if weight is not None:
+        check_scales(layer, weight)
+    return w13.shape[2], w2.shape[2]
 
 
 def constants_of(layer: Any, weight: ScaledFormat | None) -> Any:

@@ -23,7 +23,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import ops, tuned
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime import target as targets
 
 Format = modular_kernel.FusedMoEActivationFormat
@@ -44,6 +44,12 @@ def scheme_of(weight: ScaledFormat | None) -> tuple[Any, Any]:
         return quant_utils.kFp8Static128BlockSym, quant_utils.kFp8Dynamic128Sym
     if weight == ROW_SCALED:
         return quant_utils.kFp8StaticChannelSym, quant_utils.kFp8DynamicTokenSym
+    if weight == MXFP8:
+        return quant_utils.kMxfp8Static, quant_utils.kMxfp8Dynamic
+    if weight == MXFP4:
+        return quant_utils.kMxfp4Static, quant_utils.kMxfp8Dynamic
+    if weight == NVFP4:
+        return quant_utils.kNvfp4Static, quant_utils.kNvfp4Dynamic
     assert weight is None, weight
     return None, None
 
@@ -87,7 +93,13 @@ def activation_of(moe_config: Any, quant_config: Any) -> tuple[Activation, bool]
 
 
 class DSLExperts(modular_kernel.FusedMoEExpertsModular):
-    """Routed experts of a rank, in vLLM's standard format: one row for each token, weighted and added up here."""
+    """Routed experts of a rank, in vLLM's standard format: one row for each token, weighted and added up here.
+
+    Attributes:
+        kernel: the name of the kernels that serve; None is the best one that does.
+    """
+
+    kernel: str | None = None
 
     def __init__(self, moe_config: Any, quant_config: Any, **sizes: int) -> None:
         super().__init__(moe_config, quant_config, **sizes)
@@ -157,11 +169,11 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
     ) -> None:
         where = RouterWeights.NONE if weights is None else RouterWeights.OUTPUT
         shared, shared_weight = self.shared()
-        biases, scales = [self.w1_bias, self.w2_bias, *shared], self.scales_of(x_scale)
-        layer = (expert_map, self.activation_name, self.parameters, ops.weighted(where, shared_weight))
-        ops.EXPERTS(output, x, w13, w2, weights, ids, biases, scales, *layer)
+        operands = (output, x, [w13, w2, *shared], [weights, ids, expert_map], [self.w1_bias, self.w2_bias])
+        layer = (self.activation_name, self.parameters, where.value, shared_weight, self.kernel)
+        ops.EXPERTS(*operands, self.scales_of(x_scale), *layer)
 
-    def shared(self) -> tuple[list[torch.Tensor | None], float]:
+    def shared(self) -> tuple[list[torch.Tensor], float]:
         """Weights of shared experts, none here, and what their results are multiplied with."""
         return [], 1.0
 
@@ -182,7 +194,7 @@ class SharedDSLExperts(DSLExperts):
     down: Callable[[], torch.Tensor]
     shared_weight: float
 
-    def shared(self) -> tuple[list[torch.Tensor | None], float]:
+    def shared(self) -> tuple[list[torch.Tensor], float]:
         return [self.gate(), self.down()], self.shared_weight
 
 
@@ -207,6 +219,36 @@ class ScaledDSLExperts(DSLExperts):
         if self.block_shape is not None:
             return [*weights, x_scale]
         return [*(scale.flatten(1) for scale in weights), None if x_scale is None else x_scale.flatten()]
+
+
+class BlockScaledDSLExperts(DSLExperts):
+    """As `DSLExperts`, with weights in MXFP8, MXFP4 or NVFP4. The kernels quantise x themselves.
+
+    Args:
+        layer: whose parameters are laid out as `block_scaled.lay_out` does it; they are read at each call.
+        weight: their format.
+    """
+
+    def __init__(self, moe_config: Any, quant_config: Any, layer: Any, weight: ScaledFormat) -> None:
+        super().__init__(moe_config, quant_config)
+        self.layer, self.weight = layer, weight
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) in [scheme_of(kind) for kind in (MXFP8, MXFP4, NVFP4)]
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    def scales_of(self, x_scale: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Those of w13 and w2; with NVFP4 also those of whole matrices: of weights, x and the activation's result."""
+        layer = self.layer
+        blocks = [scale.view(self.weight.scales) for scale in (layer.w13_weight_scale, layer.w2_weight_scale)]
+        if self.weight != NVFP4:
+            return blocks
+        of_weights = [layer.w13_weight_scale_2, layer.w2_weight_scale_2]
+        return [*blocks, None, *of_weights, layer.w13_input_scale, layer.w2_input_scale]
 
 
 class MeasuredExperts(DSLExperts):

@@ -50,12 +50,12 @@ def serve_experts(model: nn.Module, vllm_config: Any) -> None:
         return with_shared(runners[id(layer)], found, target, beside)
 
     def replace_layer(layer: Any, service: Service) -> None:
-        replace(layer, kernels_of(runners, layer, service))
+        replace(layer, service, kernels_of(runners, layer, service))
 
     served, left = serve_each(routed_experts(model), how, replace_layer)
     if served or left:
         _served.append(served)
-        ahead.compile_experts(vllm_config, {service.spec for service in served.values()})
+        ahead.compile_experts(vllm_config, {(service.spec, service.kernel) for service in served.values()})
         report(Counter(served.values()), left, target)
         report_left("shared experts", beside)
 
@@ -82,17 +82,26 @@ def with_shared(runner: Any, service: Service, target: Target, beside: Counter[s
 
 def kernels_of(runners: dict[int, Any], layer: Any, service: Service) -> type:
     """The class of a layer's kernels. Shared experts that it serves are taken from their runner."""
-    if not service.spec.shared_experts:
-        return service.kernels
-    from dsl_backend.vllm_plugin.routed_experts.shared import take
+    kernels = service.kernels
+    if service.spec.shared_experts:
+        from dsl_backend.vllm_plugin.routed_experts.shared import take
 
-    return take(runners[id(layer)], service.spec)
+        kernels = take(runners[id(layer)], service.spec)
+    return kernels if service.kernel is None else type(kernels.__name__, (kernels,), {"kernel": service.kernel})
 
 
-def replace(layer: Any, kernels: type) -> None:
-    """Have vLLM make a layer's kernels of this class, and leave its weights as they are loaded."""
+def replace(layer: Any, service: Service, kernels: type) -> None:
+    """Have vLLM make a layer's kernels of this class, and leave its weights as they are loaded.
+
+    Scales in MXFP8, MXFP4 and NVFP4 are laid out for this package's kernels instead.
+    """
     method = layer.quant_method
     method.experts_cls = kernels
+    if service.spec.mma_scaled:
+        from dsl_backend.vllm_plugin.routed_experts.block_scaled import take_over
+
+        take_over(layer, service.spec)
+        return
     name = backend_name(method)
     backend = getattr(method, name)
     if backend.name not in LEAVE_WEIGHTS[name]:
@@ -103,7 +112,8 @@ def report(served: Counter[Service], left: Counter[str], target: Target) -> None
     """Log what is served and what is not: one line for each kind of layer, and one for each reason."""
     for service, count in served.items():
         spec = service.spec
-        by = explained([dispatch.judge(spec, target)], [dispatch.choose(spec, target).title])
+        title = dispatch.choose(spec, target, service.kernel).title
+        by = title if service.kernel else explained([dispatch.judge(spec, target)], [title])
         logger.info("dsl serves %d layers of routed experts, %s, on %s: by %s", count, spec, target.arch, by)
         if service.ranges:
             tokens = ", ".join(f"{one.least_rows} to {one.most_rows}" for one in service.ranges)
@@ -111,11 +121,14 @@ def report(served: Counter[Service], left: Counter[str], target: Target) -> None
     report_left("layers of routed experts", left)
 
 
-def served_specs() -> set[ExpertsSpec]:
-    """All kinds of layers that are served in this process."""
-    return {service.spec for served in _served for service in served.values()}
+def served_layers() -> set[tuple[ExpertsSpec, str | None]]:
+    """All kinds of layers that are served in this process, each with the kernel that is named."""
+    return {(service.spec, service.kernel) for served in _served for service in served.values()}
 
 
 def compilation_key() -> str:
     """The served layers of each model of this process."""
-    return key_of({name: f"{one.spec} {one.kernels.__name__}" for name, one in served.items()} for served in _served)
+    return key_of(
+        {name: f"{one.spec} {one.kernels.__name__} {one.kernel or ''}".rstrip() for name, one in served.items()}
+        for served in _served
+    )

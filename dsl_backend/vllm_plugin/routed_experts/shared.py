@@ -117,8 +117,8 @@ def judged(runner: Any, service: Service, target: Target) -> Service | str:
     count = shared_of(service.spec, gate.weight, down.weight)
     scale = float(runner.routed_scaling_factor)
     spec = replace(service.spec, shared_experts=count, shared_weight=1.0 / scale)
-    dispatch.choose(spec, target)
-    return Service(spec, SharedDSLExperts)
+    dispatch.choose(spec, target, service.kernel)
+    return Service(spec, SharedDSLExperts, kernel=service.kernel)
 
 
 def reason_against_runner(runner: Any, spec: ExpertsSpec) -> str:
