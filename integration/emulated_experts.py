@@ -78,7 +78,7 @@ class EmulatedExperts(modular_kernel.FusedMoEExpertsModular):
     def finalize_weight_and_reduce_impl(self) -> Any:
         return TopKWeightAndReduceNoOP()
 
-    def apply(self, *, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:  # type: ignore[override]
+    def apply(self, *, output: torch.Tensor, hidden_states: torch.Tensor, **given: Any) -> None:
         x, ids, weights = hidden_states, given["topk_ids"], given["topk_weights"]
         if given["expert_map"] is not None:
             ids = torch.where(ids < 0, -1, given["expert_map"][ids.clamp(min=0).long()])

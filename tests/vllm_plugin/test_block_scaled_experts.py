@@ -397,11 +397,11 @@ STAY: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "scales": (
         lambda: changed(experts("mxfp8"), "w2_weight_scale", nn.Parameter(torch.ones(EXPERTS, HIDDEN, 1))),
-        "scales of w2: torch.float32 of shape (4, 128, 1) and strides (128, 1, 1): packed torch.float8_e8m0fnu",
+        "scales of w2: torch.float32 of shape (4, 128, 1) and strides (128, 1, 1), where packed torch.float8_e8m0fnu",
     ),
     "layout": (
         lambda: changed(experts("mxfp8"), "w13_weight", nn.Parameter(experts("mxfp8").w13_weight.mT, False)),
-        "w13: torch.float8_e4m3fn of shape (4, 128, 128) and strides (16384, 1, 128): packed",
+        "w13: torch.float8_e4m3fn of shape (4, 128, 128) and strides (16384, 1, 128), where packed",
     ),
     "rows": (
         lambda: rebalanced(width=96),

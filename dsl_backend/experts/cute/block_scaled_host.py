@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From torch tensors to the kernels of experts in MXFP8, MXFP4 and NVFP4: keys, compiled functions, launches."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.block_scaled_configs import UNPACKED_BYTES, choose, products
 from dsl_backend.experts.configs import ExpertsConfig
 from dsl_backend.experts.cute import host
+from dsl_backend.experts.cute.binding import binding
 from dsl_backend.experts.cute.block_scaled_layer import BlockScaledExpertsKey, BlockScaledExpertsLayer
 from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs, ScaledScratch
-from dsl_backend.experts.kernel import Launch
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.args import require_dynamic
 from dsl_backend.gemm.host import ALIGNMENT, matrix
 from dsl_backend.quant.format import MXFP4, SWIZZLED_ROWS, ScaledFormat
-from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Part, Workspace
@@ -160,20 +158,4 @@ def run(
     function(given.x, ScaledExpertsArgs(given, scratch, *ctas))
 
 
-@lru_cache(maxsize=1 << 16)
-def chosen(
-    spec: ExpertsSpec, tokens: int, target: Target, libraries: str
-) -> tuple[ExpertsConfig, tuple[int, int, int], Function]:
-    """The kernels for so many tokens, their CTAs and their function, kept by what host code is linked with."""
-    config = choose(spec, tokens, target)
-    return config, config.ctas(spec, tokens, target), build(key_of(spec, config), target)
-
-
-def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
-    """The kernels for any number of tokens."""
-
-    def launch(operands: ExpertsOperands) -> None:
-        config, ctas, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
-        run(function, spec, config, operands, ctas, workspace)
-
-    return launch
+bind = binding(choose, key_of, build, run)

@@ -2,7 +2,7 @@
 """From torch tensors to the kernels of experts: their keys, compiled functions, launches."""
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.experts.configs import DECODE_TOKENS, Config, DecodeConfig, ExpertsConfig, Kind, choose
 from dsl_backend.experts.cute.args import RECORD, DecodeArgs, DecodeScratch, ExpertsArgs, ExpertsScratch
+from dsl_backend.experts.cute.binding import binding
 from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.layer import layer_of
 from dsl_backend.experts.kernel import Launch
@@ -19,7 +20,6 @@ from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.args import require_dynamic
 from dsl_backend.gemm.host import ALIGNMENT, matrix
 from dsl_backend.gemm.views import NUMERIC
-from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
@@ -146,15 +146,6 @@ def build(key: ExpertsKey, target: Target) -> Function:
     return compile_kernel(kernel, (args.operands.x, args, stream), key=key, target=target)
 
 
-@lru_cache(maxsize=1 << 16)
-def chosen(
-    spec: ExpertsSpec, tokens: int, target: Target, kind: Kind | None, libraries: str
-) -> tuple[Config, tuple[int, ...], Function]:
-    """The kernels for so many tokens, their CTAs and their function, kept by what host code is linked with."""
-    config = choose(spec, tokens, target, kind)
-    return config, config.ctas(spec, tokens, target), build(key_of(spec, config), target)
-
-
 def scratch_of(
     spec: ExpertsSpec, config: ExpertsConfig, tokens: int, routing_ctas: int, workspace: Workspace
 ) -> ExpertsScratch:
@@ -204,17 +195,6 @@ def run(
         function(operands.x, ExpertsArgs(operands, scratch, *ctas))
 
 
-def bind(spec: ExpertsSpec, target: Target, workspace: Workspace, kind: Kind | None = None) -> Launch:
-    """The kernels for any number of tokens; those of a kind, if one is named."""
-
-    def launch(operands: ExpertsOperands) -> None:
-        for part in parts_of(operands, DECODE_TOKENS) if kind is Kind.DECODE else (operands,):
-            config, ctas, function = chosen(spec, part.x.shape[0], target, kind, toolkit.libraries())
-            run(function, spec, config, part, ctas, workspace)
-
-    return launch
-
-
 def parts_of(operands: ExpertsOperands, most: int) -> Iterator[ExpertsOperands]:
     """The layer of up to `most` tokens at a time."""
     weights = operands.topk_weights
@@ -228,6 +208,18 @@ def parts_of(operands: ExpertsOperands, most: int) -> Iterator[ExpertsOperands]:
         )
 
 
-bind_grouped = partial(bind, kind=Kind.GROUPED)
-bind_decode = partial(bind, kind=Kind.DECODE)
-bind_overlapped = partial(bind, kind=Kind.OVERLAPPED)
+bind = binding(choose, key_of, build, run)
+bind_grouped = binding(partial(choose, kind=Kind.GROUPED), key_of, build, run)
+bind_overlapped = binding(partial(choose, kind=Kind.OVERLAPPED), key_of, build, run)
+of_few = binding(partial(choose, kind=Kind.DECODE), key_of, build, run)
+
+
+def bind_decode(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
+    """The kernels for few tokens, launched for each part of many."""
+    once = of_few(spec, target, workspace)
+
+    def launch(operands: ExpertsOperands) -> None:
+        for part in parts_of(operands, DECODE_TOKENS):
+            once(part)
+
+    return launch

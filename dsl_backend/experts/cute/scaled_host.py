@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From torch tensors to the kernels of experts whose weights are in 8 bits: keys, compiled functions, launches."""
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,16 +8,15 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
-from dsl_backend.experts.cute.host import fake_operands, fake_routing, routing_of
+from dsl_backend.experts.cute import host
+from dsl_backend.experts.cute.binding import binding
 from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs, ScaledScratch
 from dsl_backend.experts.cute.scaled_layer import ScaledExpertsKey, ScaledExpertsLayer
-from dsl_backend.experts.kernel import Launch
 from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, choose, products
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.args import require_dynamic
 from dsl_backend.gemm.host import matrix
 from dsl_backend.quant.format import E4M3, ScaledFormat
-from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Part, Workspace
@@ -30,20 +28,7 @@ def key_of(spec: ExpertsSpec, config: ScaledExpertsConfig) -> ScaledExpertsKey:
     assert spec.activations is not None
     first, second = products(spec, config.beside)
     return ScaledExpertsKey(
-        num_experts=spec.num_experts,
-        topk=spec.topk,
-        dtype=spec.dtype,
-        ids_dtype=spec.ids_dtype,
-        activation=spec.activation,
-        interleaved=spec.interleaved,
-        w13_bias=False,
-        w2_bias=False,
-        router_weights=spec.router_weights,
-        mapped=spec.global_experts is not None,
-        first=config.first,
-        second=config.second,
-        prefetches=config.prefetches,
-        trims=config.trims,
+        **vars(host.key_of(spec, config)),
         weight=spec.weight,
         activations=spec.activations,
         x_given=spec.x is not None,
@@ -65,7 +50,7 @@ def fake_scale(kind: ScaledFormat, *rows: Any) -> Any:
 def fake_args(key: ScaledExpertsKey) -> ScaledExpertsArgs:
     """What the kernels are compiled for: sizes that are multiples of 16."""
     e4m3, acts, pairs = E4M3.dtype, key.activations, cute.sym_int()
-    operands, tokens, hidden, width, rows = fake_operands(key, e4m3)
+    operands, tokens, hidden, width, rows = host.fake_operands(key, e4m3)
     if not key.x_given:
         operands = operands._replace(x=matrix(key.dtype, tokens, hidden))
     scales = ExpertsScales(
@@ -74,7 +59,7 @@ def fake_args(key: ScaledExpertsKey) -> ScaledExpertsArgs:
         x=fake_scale(acts, tokens) if key.x_given else None,
     )
     scratch = ScaledScratch(
-        **fake_routing(key.num_experts, pairs),
+        **host.fake_routing(key.num_experts, pairs),
         hidden=matrix(e4m3, pairs, width),
         hidden_scale=fake_scale(acts, pairs),
         wide=matrix(key.dtype, pairs, width) if key.beside else None,
@@ -113,7 +98,9 @@ def scratch_of(
         parts["x_scale"] = Part(torch.float32, acts.scale_shape(tokens, hidden))
     values: dict[str, torch.Tensor | None] = {"wide": None, "x": None, "x_scale": None}
     values |= zip(parts, workspace.tensors(list(parts.values())), strict=True)
-    return ScaledScratch(**routing_of(spec, config.work_tiles(spec, tokens), tokens, routing_ctas, workspace), **values)
+    return ScaledScratch(
+        **host.routing_of(spec, config.work_tiles(spec, tokens), tokens, routing_ctas, workspace), **values
+    )
 
 
 def as_bytes(operands: ExpertsOperands) -> ExpertsOperands:
@@ -136,20 +123,4 @@ def run(
     function(given.x, ScaledExpertsArgs(given, scratch, *ctas))
 
 
-@lru_cache(maxsize=1 << 16)
-def chosen(
-    spec: ExpertsSpec, tokens: int, target: Target, libraries: str
-) -> tuple[ScaledExpertsConfig, tuple[int, int, int], Function]:
-    """The kernels for so many tokens, their CTAs and their function, kept by what host code is linked with."""
-    config = choose(spec, tokens, target)
-    return config, config.ctas(spec, tokens, target), build(key_of(spec, config), target)
-
-
-def bind(spec: ExpertsSpec, target: Target, workspace: Workspace) -> Launch:
-    """The kernels for any number of tokens."""
-
-    def launch(operands: ExpertsOperands) -> None:
-        config, ctas, function = chosen(spec, operands.x.shape[0], target, toolkit.libraries())
-        run(function, spec, config, operands, ctas, workspace)
-
-    return launch
+bind = binding(choose, key_of, build, run)

@@ -41,44 +41,45 @@ def sizes_of(layer: Any, kind: ScaledFormat) -> tuple[int, int]:
     """H and I of a layer, without what vLLM has padded them by for kernels of its own.
 
     Raises:
-        InvalidInput: its parameters are not those of a checkpoint.
+        InvalidInput: its parameters are not those of a checkpoint, or something else needs them as they are.
     """
-    moe = layer.moe_config
+    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
     padded = (moe.hidden_dim, moe.intermediate_size_per_partition)
     hidden = getattr(moe, "hidden_dim_unpadded", None) or padded[0]
     width = getattr(moe, "intermediate_size_per_partition_unpadded", None) or padded[1]
     # A rank's share of columns is a whole number of blocks.
     width = min(padded[1], -(-width // MMA_MULTIPLE) * MMA_MULTIPLE)
-    interleaved = moe.activation.name == "SWIGLUOAI"
-    if width != padded[1] and not interleaved:
+    if width != padded[1] and moe.activation.name != "SWIGLUOAI":
         raise InvalidInput(f"vLLM has padded {width} columns to {padded[1]} for other kernels: up rows lie apart")
-    w13, w2 = (weight_of(layer, name) for name in ("w13", "w2"))
-    expected = (
-        ("w13", w13, (2 * padded[1], padded[0] // kind.packed), kind.values),
-        ("w2", w2, (padded[0], padded[1] // kind.packed), kind.values),
-        ("scales of w13", layer.w13_weight_scale, (2 * padded[1], padded[0] // block(kind)), kind.scales),
-        ("scales of w2", layer.w2_weight_scale, (padded[0], padded[1] // block(kind)), kind.scales),
-    )
-    for name, tensor, shape, dtype in expected:
-        wanted = (layer.local_num_experts, *shape)
-        if tuple(tensor.shape) != wanted or not tensor.is_contiguous() or tensor.dtype not in (dtype, torch.uint8):
-            raise InvalidInput(
-                f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}: packed {dtype} "
-                f"{list(wanted)} is needed"
-            )
-        if tensor.itemsize != dtype.itemsize or (kind.packed == 1 and tensor is w13 and tensor.dtype != dtype):
-            raise InvalidInput(f"{name} is {tensor.dtype}: {dtype} is needed")
-    for name in ("w13_bias", "w2_bias"):
-        bias = getattr(layer, name, None)
-        if bias is not None and bias.dtype != moe.in_dtype:
-            raise InvalidInput(f"{name} is {bias.dtype}: {moe.in_dtype} is needed with tokens of {moe.in_dtype}")
+    if hidden != padded[0]:
+        if not hasattr(layer.quant_method, "skip_forward_padding"):
+            raise InvalidInput(f"this version of vLLM pads tokens of {hidden} columns to {padded[0]}")
+        if parallel.use_all2all_kernels and parallel.all2all_backend != GATHERS:
+            raise InvalidInput(f"vLLM has padded {hidden} columns to {padded[0]}, as {parallel.all2all_backend} wants")
+    check_parameters(layer, kind, *padded)
     apart = padded != (hidden, width) or (kind == MXFP4 and any(n // 2 % UNPACKED_BYTES for n in (hidden, width)))
-    parallel = moe.moe_parallel_config
     if apart and parallel.enable_eplb:
         raise InvalidInput(f"rebalancing of experts (EPLB) needs packed rows, and those of {hidden} or {width} are not")
-    if padded[0] != hidden and parallel.use_all2all_kernels and parallel.all2all_backend != GATHERS:
-        raise InvalidInput(f"vLLM has padded {hidden} columns to {padded[0]}, as {parallel.all2all_backend} needs them")
     return hidden, width
+
+
+def check_parameters(layer: Any, kind: ScaledFormat, hidden: int, width: int) -> None:
+    """Raises InvalidInput unless weights, scales and biases are those of a checkpoint of these sizes."""
+    scales = (kind.scales, torch.uint8) if kind.scales == MXFP4.scales else (kind.scales,)
+    for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
+        for what, tensor, count, dtypes in (
+            (name, weight_of(layer, name), columns // kind.packed, (kind.values,)),
+            (f"scales of {name}", getattr(layer, f"{name}_weight_scale"), columns // block(kind), scales),
+        ):
+            wanted = (layer.local_num_experts, rows, count)
+            if tuple(tensor.shape) != wanted or not tensor.is_contiguous() or tensor.dtype not in dtypes:
+                raise InvalidInput(
+                    f"{what}: {tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}, where "
+                    f"packed {dtypes[0]} {list(wanted)} is needed"
+                )
+        bias, dtype = getattr(layer, f"{name}_bias", None), layer.moe_config.in_dtype
+        if bias is not None and bias.dtype != dtype:
+            raise InvalidInput(f"{name}_bias is {bias.dtype}: {dtype} is needed with tokens of {dtype}")
 
 
 def block(kind: ScaledFormat) -> int:
@@ -185,6 +186,7 @@ def served_class(theirs: type) -> type:
 def take_over(layer: Any, spec: ExpertsSpec) -> None:
     """Have a layer's weights laid out here instead of by vLLM's method."""
     theirs = layer.quant_method
-    made = object.__new__(served_class(type(theirs)))
+    kind: Any = type(theirs)
+    made: Any = object.__new__(served_class(kind))
     vars(made).update(vars(theirs), spec=spec)
     layer.quant_method = made
