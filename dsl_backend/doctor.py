@@ -282,7 +282,11 @@ def layer_reports(family: Family, target: Target) -> list[LayerReport]:
 
 
 def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
-    """A problem that lists the operations that no kernel serves in any layer; empty if there are none."""
+    """A problem that lists the operations that no kernel serves in any layer; empty if there are none.
+
+    Optional ones are left out.
+    """
+    optional = {name for family in families.load_all() for name in family.optional}
     reasons: dict[str, list[str]] = {}
     served = set()
     for layer in layers:
@@ -291,7 +295,7 @@ def unserved(target: Target, layers: Sequence[LayerReport]) -> list[Problem]:
                 served.add(operation.operation)
             objections = reasons.setdefault(operation.operation, [])
             objections += [reason for kernel in operation.kernels for reason in kernel.objections]
-    never = {name: objections for name, objections in reasons.items() if name not in served}
+    never = {name: objections for name, objections in reasons.items() if name not in served | optional}
     if not never:
         return []
     what = "no kernel serves anything" if not served else f"no kernel serves {', '.join(never)}"

@@ -90,6 +90,8 @@ def operations_of(spec: AnyLayer) -> tuple[str]:
 FAMILY = Family(
     name="linear",
     tables={one.OPERATION: one.TABLE for one in (dispatch, scaled_dispatch, weight_only_dispatch)},
+    # They are vLLM's unless they are asked for.
+    optional=(weight_only_dispatch.OPERATION,),
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,

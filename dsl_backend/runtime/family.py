@@ -58,6 +58,7 @@ class Family:
 
     Attributes:
         tables: operation -> its kernels, best first.
+        optional: operations that are another's where no kernel serves them, which is no problem.
         typical_layers: name -> spec of layers as published models have them, for `dsl-backend doctor`.
         operations_of: the operations that a layer needs.
         precompile_specs: the CuTe DSL kernels that a model needs.
@@ -72,6 +73,7 @@ class Family:
     precompile_specs: Callable[[ModelShape, Target], Iterable[PrecompileSpec]]
     warm_up: bool = True
     tables: Mapping[str, Sequence[Entry[Any]]] = field(default_factory=dict)
+    optional: Sequence[str] = ()
     typical_layers: Callable[[Target], Mapping[str, Any]] = no_layers
     operations_of: Callable[[Any], Sequence[str]] = field(default=lambda spec: ())
     served_by_others: Callable[[ModelShape, Target], Mapping[str, Sequence[str]]] = nothing_unserved
