@@ -143,8 +143,9 @@ def cute_dense(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
     """What the CuTe DSL kernels of dense attention need, on any SM."""
     reasons = [*toolkit.missing(), *storage(spec, nvfp4)]
     # TMA and vectors of 16 bytes: of values for their outputs too.
-    unit, unit_v = 16 if spec.is_fp8_kv else 8, 16 if spec.is_fp8_kv or spec.is_fp8_out else 8
-    for name, dim, unit in (("head size", spec.head_dim, unit), ("value head size", spec.head_dim_v, unit_v)):
+    units = 16 if spec.is_fp8_kv else 8, 16 if spec.is_fp8_kv or spec.is_fp8_out else 8
+    dims = ("head size", spec.head_dim), ("value head size", spec.head_dim_v)
+    for (name, dim), unit in zip(dims, units, strict=True):
         if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
             wide = " or ".join(map(str, WIDE_DIMS))
             reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256, {wide}")

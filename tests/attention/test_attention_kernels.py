@@ -168,7 +168,9 @@ OLDER = targets.from_arch("sm_80")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fp8-bf16", "fp8-fp16", "mla-fp8", "mixed", "splits-sinks-fp8", "real-decode-fp8"])
+@pytest.mark.parametrize(
+    "name", ["fp8-bf16", "fp8-fp16", "mla-fp8", "mixed", "splits-sinks-fp8", "real-decode-fp8", "fp8-out-splits"]
+)
 def test_as_on_an_older_chip(name: str, device: torch.device) -> None:
     """Without its own conversion from e4m3, and without launches that overlap."""
     case = by_id(name)

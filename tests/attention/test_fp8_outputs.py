@@ -54,7 +54,7 @@ def test_a_scale_has_any_shape_of_one_number(shape: tuple[int, ...]) -> None:
         ({"out_scale": None}, "fp8 outputs need out_scale"),
         ({"out_scale": torch.ones(6)}, "out_scale is float32 (6,) on cpu: one float32 on cpu is needed"),
         ({"out_scale": torch.ones(1).half()}, "out_scale is float16 (1,) on cpu: one float32"),
-        ({"out_scale": 1.0}, "out_scale is 1.0"),
+        ({"out_scale": 1.0}, "out_scale is a float: a tensor is needed"),
         ({"out": torch.zeros(28, 6, 64, dtype=torch.bfloat16)}, "out is bfloat16: float8_e4m3fn is needed"),
     ],
 )

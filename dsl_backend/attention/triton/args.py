@@ -206,7 +206,7 @@ def tiles_of(config: TileConfig, scan: int) -> Tiles:
 
 
 def kv_storage(tensor: torch.Tensor, target: Target) -> torch.Tensor:
-    """fp8 keys, queries or outputs as the target has them: e4m3 as bytes where it has no conversion of its own, e5m2 always.
+    """fp8 keys, queries or outputs as the target has them: e4m3 as bytes where it has no conversion, e5m2 always.
 
     An e5m2 is the upper byte of a float16: a shift converts it on every target, infinities and NaN included.
     """
