@@ -271,9 +271,9 @@ class LayerKernel(Kernel):
         spec, out_scale = self.spec, operands.out_scale
         if sinks is None and slopes is None and out_scale is None and not spec.is_quantized_kv:
             return self.plain_scoring
+        made = ScoreModArgs(spec.scale, spec.softcap, sinks, slopes, *scales_of(spec, operands))
         # One number of any shape.
-        out_scale = None if out_scale is None else out_scale.view(1)
-        return ScoreModArgs(spec.scale, spec.softcap, sinks, slopes, *scales_of(spec, operands), out_scale)
+        return made if out_scale is None else made._replace(out_scale=out_scale.view(1))
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         if batch.num_requests == 0 or batch.num_tokens == 0:
