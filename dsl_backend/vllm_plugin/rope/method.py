@@ -113,7 +113,8 @@ def prepared(attention: Any, q: torch.Tensor) -> Callable[[], torch.Tensor]:
     node is between them. With the views and the output that `Attention.forward` makes there, each layer had a piece
     more: an empty CUDA graph to replay, or a compiled function to call that does nothing.
     """
-    out = q.new_empty((q.shape[0], attention.num_heads, attention.head_size_v))
+    rows = q.shape[0]
+    out = q.new_empty((rows, attention.num_heads, attention.head_size_v))
     name = encoded_name(attention.layer_name)
 
     def attend() -> torch.Tensor:
@@ -122,7 +123,7 @@ def prepared(attention: Any, q: torch.Tensor) -> Callable[[], torch.Tensor]:
         else:
             torch.ops.vllm.unified_attention_with_output(q, None, None, out, name)
         # With its number of rows, by which vLLM's pass knows attention in front of a quantisation.
-        return out.view(q.shape[0], attention.num_heads * attention.head_size_v)
+        return out.view(rows, attention.num_heads * attention.head_size_v)
 
     return attend
 
