@@ -37,6 +37,7 @@ NAMES = (
     "distant_arrive",
     "distant_bytes",
     "gpu_fence",
+    "youngest_first",
 )
 # Not the replay's own: of instructions (tables.py) and of launches (grid.py).
 OF_TABLES = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which an assembler would put instructions: PTX has each behind what it needs, and waits for all of it.
 
-List scheduling of basic blocks: of the next instructions that could come, the one at the head of the longest chain of
-latencies comes first. What the machine sees - memory, barriers, engines - keeps its order, and nothing passes wgmma or
-a wait for it. How far an instruction moves up is limited: values that live long need registers.
+List scheduling of basic blocks: of the next instructions that could come and whose unit is free, the one at the head of
+the longest chain of latencies comes first. What the machine sees - memory, barriers, engines - keeps its order, and
+nothing passes wgmma or a wait for it. How far an instruction moves up is limited: values that live long need registers.
 """
 
 from functools import lru_cache
@@ -17,6 +17,7 @@ from emulator.clock.tables import (
     BRANCH,
     EXIT,
     FREE,
+    LSU,
     PLAIN,
     TENSOR_WAIT,
     WGMMA,
@@ -63,19 +64,25 @@ def _scheduled(table: Table, start: int, stop: int) -> list[int]:
     latency = table.instrs["latency"][start:stop].astype(int)
     free = table.instrs["kind"][start:stop] == FREE
     latency[free] = 0
+    units = table.instrs["unit"][start:stop].tolist()
+    busy = np.where(free | (table.instrs["unit"][start:stop] >= LSU), 0, table.instrs["busy"][start:stop]).tolist()
+    unit_free = [0] * LSU
     height = _heights(followers, latency.tolist())
     left = [len(one) for one in needs]
     ready = [0] * (stop - start)
     waiting, order, now = list(range(stop - start)), [], 0
     while waiting:
         able = [one for one in waiting[:WINDOW] if not left[one]]
-        soon = [one for one in able if ready[one] <= now]
+        times = [max(ready[one], unit_free[units[one]]) if busy[one] else ready[one] for one in able]
+        soon = [one for one, time in zip(able, times, strict=True) if time <= now]
         if not soon:
-            now = min(ready[one] for one in able)
+            now = min(times)
             continue
         best = max(soon, key=lambda one: (height[one], -one))
         waiting.remove(best)
         order.append(start + best)
+        if busy[best]:
+            unit_free[units[best]] = now + busy[best]
         now += not free[best]
         for follower, delayed in followers[best]:
             left[follower] -= 1

@@ -539,9 +539,9 @@ static int issue(Sim *s, Scheduler *q, Warp *w, u64 t) {
     return 1;
 }
 
-// The warp that a scheduler issues from: the one of the last cycle if it can, else the youngest (Huerta et al.,
-// "Analyzing Modern NVIDIA GPU cores", arXiv 2503.20481).
+// The warp that a scheduler issues from: the one that it issued from last if it can, else the oldest or the youngest.
 static int schedule(Sim *s, Scheduler *q, u64 t) {
+    const int youngest = constant(s, C_YOUNGEST_FIRST) > 0;
     for (;;) {
         Warp *best = NULL;
         u64 next = NEVER;
@@ -549,7 +549,7 @@ static int schedule(Sim *s, Scheduler *q, u64 t) {
             Warp *w = q->warps[i];
             if (w->ready > t)
                 next = MIN(next, w->ready);
-            else if (!best || w == q->last || (best != q->last && w->order > best->order))
+            else if (!best || w == q->last || (best != q->last && (w->order > best->order) == youngest))
                 best = w;
         }
         q->next = next;

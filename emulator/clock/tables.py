@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from emulator.clock.constants import ChipClock
+from emulator.clock.contract import contracted
 from emulator.clock.notes import noter_of
 from emulator.core.program import Program
 from emulator.machine.wgmma import ROWS, Wgmma
@@ -87,6 +88,8 @@ def table_of(program: Program, chip: ChipClock) -> Table:
         record["rows"], record["sources"], record["results"] = len(rows), len(sources), len(results)
         rows += [*sources, *results]
         _describe(record, instr, chip)
+    for index in contracted(program):
+        records[index]["kind"], records[index]["unit"], records[index]["busy"] = FREE, NO_UNIT, 0
     return Table(records, np.array(rows or [0], np.uint32), program.rows)
 
 

@@ -12,6 +12,7 @@ from emulator.clock.chips.h100 import HOPPER
 from emulator.clock.constants import ChipClock, Known
 
 BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, known in HOPPER.items()} | {
+    "youngest_first": Known(1, "before: Huerta et al., Analyzing Modern NVIDIA GPU Cores (arXiv 2503.20481)"),
     "alu_latency": Known(5, "before: assumed, 4 to 6 on chips since Volta; an H100 has 5"),
     "fma_latency": Known(4, "before: assumed, 4 on chips since Volta; an H100 has 4"),
     "special_latency": Known(23, "before: assumed; an H100 has 17"),

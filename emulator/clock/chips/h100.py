@@ -43,6 +43,11 @@ HOPPER = {
     "distant_arrive": Known(98, f"{AGAIN}: a round trip of 247, less two wakes and branches"),
     "distant_bytes": Known(20.4, f"{AGAIN}: 512 bytes of a warp take 25, 2048 of four warps 100, both ways at once"),
     "gpu_fence": Known(669, AGAIN),
+    "youngest_first": Known(
+        0,
+        "chosen, by an H200's times of FlashAttention-4's heads of 64: 0, the oldest warp comes first (Rogers et al., "
+        "Cache-Conscious Wavefront Scheduling); Huerta et al. (arXiv 2503.20481) found the youngest on other chips",
+    ),
     "wgmma_latency": Known(
         53, f"{AGAIN}: chains of four products take 181 and 310, of which 128 and 256 are arithmetic"
     ),

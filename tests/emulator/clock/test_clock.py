@@ -62,6 +62,32 @@ def test_special_functions_take_what_their_unit_does():
     assert cycles[1] - cycles[0] == pytest.approx(50 * 512 / CHIP["special_rate"], rel=0.02)
 
 
+def test_a_busy_unit_goes_to_the_oldest_warp_or_to_the_youngest():
+    """Of two warps of a scheduler the older one has a chain of arithmetic behind a tenth of the exponentials."""
+    few, many, behind = 10, 100, 250
+    exponentials = {count: chain(count, dependent=False, op="ex2.approx.ftz.f32 {d}, {a};") for count in (few, many)}
+    body = f"""
+        mov.u32 %r0, %tid.x;
+        setp.lt.u32 %p0, %r0, 32;
+        setp.ge.u32 %p1, %r0, 128;
+        @%p0 bra OLDER;
+        @%p1 bra YOUNGER;
+        bra END;
+        OLDER:
+        {exponentials[few]}
+        {chain(behind, dependent=True)}
+        bra END;
+        YOUNGER:
+        {exponentials[many]}
+        END:
+    """
+    each, alone = 4 * 32 / CHIP["special_rate"], behind * CHIP["fma_latency"]
+    found = clocked(body, block=160)
+    assert found.cycles == pytest.approx(few * each + alone, rel=0.05)
+    youngest = time_of(found.recorded, CHIP.with_values(youngest_first=1))
+    assert youngest.cycles == pytest.approx((few + many) * each + alone, rel=0.05)
+
+
 SHARED = """
 mov.u32 %r0, %tid.x;
 mul.lo.u32 %r1, %r0, {stride};

@@ -76,6 +76,17 @@ def test_an_assemblers_order_keeps_what_depends_on_each_other():
     assert max(stops) == len(texts)
 
 
+def test_an_assembler_fills_the_cycles_of_a_busy_unit():
+    """Two exponentials are 8 cycles apart in what ptxas makes of a softmax: as long as the unit is busy."""
+    exponentials = [f"ex2.approx.ftz.f32 %f{n + 1}, %f0;" for n in range(4)]
+    others = [f"fma.rn.f32 %f{n + 10}, %f0, %f0, %f0;" for n in range(32)]
+    found = program("\n".join(["mov.f32 %f0, 0f3F800000;", *exponentials, *others]))
+    order, _ = order_of(found, CHIP)
+    names = [found.instrs[index].op.name for index in order]
+    places = [place for place, name in enumerate(names) if name == "ex2"]
+    assert np.diff(places).tolist() == [8, 8, 8]
+
+
 @pytest.mark.parametrize(
     ("instruction", "fenced"),
     [
@@ -104,3 +115,32 @@ def test_an_assemblers_order_keeps_what_depends_on_each_other():
 def test_fences_are_where_ptxas_puts_them(instruction, fenced):
     """MEMBAR.ALL.GPU in what ptxas 12.9 makes of it for sm_90a and sm_100a."""
     assert fences(program(f"{instruction};").instrs[0]) is fenced
+
+
+@pytest.mark.parametrize(
+    ("body", "gone"),
+    [
+        ("mul.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5;", [0]),
+        ("mul.f32 %f1, %f2, %f3; sub.f32 %f4, %f5, %f1;", [0]),
+        ("mul.ftz.f32 %f1, %f2, %f3; sub.ftz.f32 %f4, %f1, %f5;", [0]),
+        ("mul.f32x2 %rd1, %rd2, %rd3; add.f32x2 %rd4, %rd1, %rd5;", [0]),
+        # One product of two that are added; the one that fewer additions read.
+        ("mul.f32 %f1, %f2, %f3; mul.f32 %f4, %f5, %f3; sub.f32 %f6, %f4, %f1; sub.f32 %f7, %f3, %f1;", [1]),
+        ("mul.f32 %f1, %f2, %f3; sub.f32 %f6, %f4, %f1; sub.f32 %f7, %f3, %f1;", [0]),
+        ("mul.rn.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5;", []),
+        ("mul.f32 %f1, %f2, %f3; add.rn.f32 %f4, %f1, %f5;", []),
+        ("mul.sat.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5;", []),
+        ("mul.ftz.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5;", []),
+        ("mul.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f1;", []),
+        ("mul.f32 %f1, %f2, %f3; @%p0 add.f32 %f4, %f1, %f5;", []),
+        ("mul.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5; st.shared.f32 [%r0], %f1;", []),
+        ("mul.f32 %f1, %f2, %f3; add.f32 %f4, %f1, %f5; mov.f32 %f1, %f2;", []),
+        ("mul.f32 %f1, %f2, %f3; bra BEHIND; BEHIND: add.f32 %f4, %f1, %f5;", []),
+        ("mul.f32 %f1, %f2, %f3;", []),
+    ],
+)
+def test_a_product_and_a_sum_without_roundings_are_one_instruction(body, gone):
+    """FFMA in place of FMUL and FADD, FFMA2 in place of FMUL2 and FADD2, in what ptxas 13.0 makes of it."""
+    found = program(body)
+    free = [index for index, kind in enumerate(table_of(found, CHIP).instrs["kind"]) if kind == FREE]
+    assert [index for index in free if found.instrs[index].op.name == "mul"] == gone
