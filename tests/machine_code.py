@@ -198,6 +198,7 @@ BLOCK_SCALED_LAYERS: dict[str, dict[str, Any]] = {
 }
 ARCHS = tuple(arch.name for arch in registry.with_kernels())
 LIMIT_S = 300
+MANY_ROWS_GROUP = 16  # query heads of a key head, of which short queries have more than 64 rows
 
 
 def attention_subjects() -> Iterator[Subject]:
@@ -224,6 +225,9 @@ def attention_subjects() -> Iterator[Subject]:
                             kinds += ["e4m3", "e4m3-longest"] if long_query_fp8_config(case.spec) else ["e4m3"]
                     if kernel_arch == "sm100" and not short:
                         kinds += ["e4m3"] if not dispatch.fp8_products_sm100(case.spec) else []
+                    if short and not case.spec.mla:
+                        served = {"sm90": dispatch.fp8_products, "sm100": dispatch.fp8_products_sm100}[kernel_arch]
+                        kinds += ["e4m3-many"] if not served(case.spec) else []
                     if case.spec.mla:
                         kinds += ["e4m3"] if not dispatch.fp8_mla(case.spec) else []
                     if kernel_arch == "sm100" and short and not case.spec.mla:
@@ -243,12 +247,15 @@ def attention_kernel(arch: str, case: Case, kind: str) -> Iterator[Made]:
     from dsl_backend.runtime.workspace import Workspace
 
     spec: AttentionSpec = case.spec
+    if kind == "e4m3-many":
+        spec = replace(spec, heads_q=MANY_ROWS_GROUP * spec.heads_kv)
     name = FP8_PRODUCTS if kind.startswith("e4m3") else "cute"
     planner = Planner(spec, from_arch(arch), Workspace(torch.device("cpu")), name)
-    kernel: Any = (planner.short if kind in ("decode", "few") else planner.long)[2]
-    kernel = (
-        kernel.other if kind in ("longest", "e4m3-longest", "few") else kernel.extend if kind == "extend" else kernel
-    )
+    kernel: Any = (planner.short if kind in ("decode", "few", "e4m3-many") else planner.long)[2]
+    if kind in ("longest", "e4m3-longest", "few", "e4m3-many"):
+        kernel = kernel.other
+    elif kind == "extend":
+        kernel = kernel.extend
     if kind == "launched":
         controlled = replace(kernel.config, use_clc=True)
         kernel = type(kernel)(spec, kernel.target, kernel.workspace, controlled)

@@ -233,7 +233,7 @@ def cute(
 
 
 # The kernels of fp8 caches with products in 8 bits, which are less exact: by name. Short queries of dense layers have
-# products in 16 bits, as by default.
+# products in 16 bits, as by default, up to 64 rows: heads of a group times tokens.
 FP8_PRODUCTS = "cute-fp8"
 
 
@@ -286,20 +286,20 @@ TABLE: dict[Operation, tuple[Entry[AttentionSpec], ...]] = {
         ),
         cute(
             "sm90",
-            "dense-decode",
-            "dense_host:SplitKV",
+            "dense-decode e4m3-from-65-rows",
+            "dense_host:fp8_decode",
             fp8_decode,
             sm90.default_split_config,
-            variants.SM90_DECODE,
+            variants.SM90_FP8_DECODE,
             FP8_PRODUCTS,
         ),
         cute(
             "sm100",
-            "dense-decode",
-            "dense_host:SplitKV",
+            "dense-decode e4m3-from-65-rows",
+            "dense_host:fp8_decode",
             fp8_decode_sm100,
             sm100.default_split_config,
-            variants.SM100_DECODE,
+            variants.SM100_FP8_DECODE,
             FP8_PRODUCTS,
         ),
         Entry("triton", "dense-decode triton", "dsl_backend.attention.triton.build:decode", triton_dense),

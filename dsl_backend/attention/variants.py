@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsl_backend.attention.cute.mla_configs import ROWS as MLA_ROWS
-from dsl_backend.attention.cute.sizes import packed_gqa_heads
+from dsl_backend.attention.cute.sizes import packed_gqa_heads, widened_tokens
 from dsl_backend.attention.cute.sm90 import dense_configs as sm90
 from dsl_backend.attention.cute.sm90 import fp8_configs as fp8_sm90
 from dsl_backend.attention.cute.sm90 import mla_configs as mla_sm90
@@ -104,6 +104,23 @@ def dense(default: Heuristic, second: Second = only_one, extend: Second = only_o
     return variants
 
 
+def by_rows(default: Heuristic, many_rows: Callable[[AttentionSpec], Any]) -> Variants:
+    """The kernels of short queries of layers with e4m3 products.
+
+    Args:
+        default: for few rows, whose products are in 16 bits. many_rows: for more; None where there are none.
+    """
+
+    def variants(spec: AttentionSpec, target: Target) -> list[Variant]:
+        config, few = many_rows(spec), widened_tokens(spec.group)
+        if config is None:
+            return [of_dense(config_of(spec, target, default))]
+        many = replace(of_dense(config, min_query_len=few and few + 1), name=f"e4m3 {of_dense(config).name}")
+        return [of_dense(config_of(spec, target, default), max_query_len=few), many] if few else [many]
+
+    return variants
+
+
 def mla(default: Heuristic) -> Variants:
     """The kernel of absorbed MLA."""
 
@@ -117,10 +134,12 @@ def mla(default: Heuristic) -> Variants:
 SM90_PREFILL = dense(sm90.default_config, long_queries, sm90_extend)
 SM90_FP8_PREFILL = dense(fp8_sm90.default_fp8_config, long_fp8_queries)
 SM90_DECODE = dense(sm90.default_split_config)
+SM90_FP8_DECODE = by_rows(sm90.default_split_config, fp8_sm90.many_rows_config)
 SM90_MLA = mla(mla_sm90.default_mla_config)
 SM90_FP8_MLA = mla(mla_fp8_sm90.default_fp8_mla_config)
 SM100_PREFILL = dense(sm100.default_config, extend=sm100_extend)
 SM100_FP8_PREFILL = dense(fp8_sm100.default_fp8_config)
 SM100_DECODE = dense(sm100.default_split_config, few_rows)
+SM100_FP8_DECODE = by_rows(sm100.default_split_config, fp8_sm100.many_rows_config)
 SM100_MLA = mla(mla_sm100.default_mla_config)
 SM100_FP8_MLA = mla(mla_fp8_sm100.default_fp8_mla_config)

@@ -6,7 +6,7 @@ what it means to: its errors against it are those of float32, except for a P tha
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +42,8 @@ class Arithmetic:
         rounded_sums: row sums are those of the rounded P.
         accumulate_period: key tiles whose P V are summed in the accumulator of the tensor cores; 0: all.
         accumulator_bits: of a sum of 8-bit products in the tensor cores, behind the first one; None: exact.
+        in_turn: parts that have key tiles in turn, the last key tile first, each with a row_max of its own. A request
+            with several row tiles has them from where its causal mask ends, which is not modelled.
     """
 
     q: str | None = "row"
@@ -51,6 +53,7 @@ class Arithmetic:
     rounded_sums: bool = True
     accumulate_period: int = 4
     accumulator_bits: int | None = BITS
+    in_turn: int = 1
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -100,12 +103,30 @@ def online(scores: torch.Tensor, v: torch.Tensor, arithmetic: Arithmetic, sink: 
         scores: [..., rows, keys] natural, -inf where masked; float64. v: [..., keys, dim_v], as they are stored.
         sink: [..., rows], a logit that joins the denominator.
     """
+    all_tiles = list(tiles(scores.shape[-1], arithmetic.tile_n))
+    parts = [partial(scores, v, arithmetic, all_tiles[one :: arithmetic.in_turn]) for one in range(arithmetic.in_turn)]
+    return finished(*merged(parts), sink)
+
+
+class Partial(NamedTuple):
+    """Of some key tiles: O, row_max in base 2 as P is relative to it, row_sum, and the largest P."""
+
+    acc: torch.Tensor
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    largest: torch.Tensor
+
+
+def partial(
+    scores: torch.Tensor, v: torch.Tensor, arithmetic: Arithmetic, some_tiles: Sequence[tuple[int, slice]]
+) -> Partial:
+    """What `online` gives before the division, of some key tiles; its arguments."""
     scores, offset = scores * LOG2_E, arithmetic.p_offset or 0.0
     row_max = scores.new_full(scores.shape[:-1], -torch.inf)
     row_sum, largest = torch.zeros_like(row_max), torch.zeros_like(row_max)
     total = scores.new_zeros((*scores.shape[:-1], v.shape[-1]))
     acc = total.clone()
-    for tile, keys in tiles(scores.shape[-1], arithmetic.tile_n):
+    for tile, keys in some_tiles:
         s = scores[..., keys]
         tile_max = s.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
         moves = ~(tile_max - row_max <= arithmetic.rescale_threshold) & (tile_max > -torch.inf)
@@ -121,7 +142,22 @@ def online(scores: torch.Tensor, v: torch.Tensor, arithmetic: Arithmetic, sink: 
         acc = product(rounded, v[..., keys, :], bits, acc)
         if arithmetic.accumulate_period and tile % arithmetic.accumulate_period == 0:
             total, acc = total + acc, torch.zeros_like(acc)
-    return finished(total + acc, row_max - offset, row_sum, largest, sink)
+    return Partial(total + acc, row_max - offset, row_sum, largest)
+
+
+def merged(parts: Sequence[Partial]) -> Partial:
+    """Partial results of the same rows, together."""
+    if len(parts) == 1:
+        return parts[0]
+    row_max = torch.stack([one.row_max for one in parts]).amax(0)
+    # Where no key is seen, row_max is -inf.
+    scales = [torch.exp2(one.row_max - torch.where(row_max.isinf(), 0.0, row_max)) for one in parts]
+    scaled = [
+        (scale[..., None] * one.acc, scale * one.row_sum, scale * one.largest)
+        for scale, one in zip(scales, parts, strict=True)
+    ]
+    acc, row_sum, largest = (torch.stack(list(each)) for each in zip(*scaled, strict=True))
+    return Partial(acc.sum(0), row_max, row_sum.sum(0), largest.amax(0))
 
 
 def finished(

@@ -47,6 +47,7 @@ def arithmetic_of(config: Fp8DenseConfig) -> Arithmetic:
         rounded_sums=config.rounded_sums,
         accumulate_period=0,
         accumulator_bits=None,
+        in_turn=2 if config.alternate else 1,
     )
 
 
@@ -138,7 +139,7 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
         ({"rescale_threshold": 1.0}, "P of up to 2\\^9 saturates"),
         ({"dequant_stages": 2}, "2 stages to dequantize: 0 are possible"),
         ({"direct_output": False}, "direct outputs"),
-        ({"shared_s": True}, "go without alternating S stages"),
+        ({"shared_s": True}, "go without two-CTA MMAs"),
     ],
 )
 def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
@@ -148,11 +149,11 @@ def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
 
 
 def test_it_is_had_by_name_alone() -> None:
-    """Long queries by that name have e4m3 products, short ones have 16 bits; nobody gets it unasked."""
+    """Long queries by that name have e4m3 products, short ones have 16 bits up to 64 rows; nobody gets it unasked."""
     target, spec = from_arch("sm_100a"), test_sm90_fp8.spec_of()
     titles = [
         dispatch.choose(operation, spec, target, NAME).title
         for operation in (dispatch.Operation.PREFILL, dispatch.Operation.DECODE)
     ]
-    assert titles == ["dense-prefill e4m3 sm100", "dense-decode sm100"]
+    assert titles == ["dense-prefill e4m3 sm100", "dense-decode e4m3-from-65-rows sm100"]
     assert dispatch.choose(dispatch.Operation.PREFILL, spec, target).name == "cute"

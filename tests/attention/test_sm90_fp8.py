@@ -213,7 +213,7 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
             [
                 "head size 256 is not",
                 "value head size 256 is not",
-                "dense-prefill e4m3 sm100, dense-decode sm100: serves GPUs of sm_100a",
+                "dense-prefill e4m3 sm100, dense-decode e4m3-from-65-rows sm100: serves GPUs of sm_100a",
             ],
         ),
         ({"heads": (16, 1), "dim": 576, "dim_v": 512, "mla": True}, []),
@@ -257,13 +257,13 @@ def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:
 
 
 def test_it_is_had_by_name_alone() -> None:
-    """Long queries by that name have e4m3 products, short ones have 16 bits; nobody gets it unasked."""
+    """Long queries by that name have e4m3 products, short ones have 16 bits up to 64 rows; nobody gets it unasked."""
     target, spec = from_arch("sm_90a"), spec_of()
     titles = [
         dispatch.choose(operation, spec, target, NAME).title
         for operation in (dispatch.Operation.PREFILL, dispatch.Operation.DECODE)
     ]
-    assert titles == ["dense-prefill e4m3 sm90", "dense-decode sm90"]
+    assert titles == ["dense-prefill e4m3 sm90", "dense-decode e4m3-from-65-rows sm90"]
     assert dispatch.choose(dispatch.Operation.PREFILL, spec, target).name == "cute"
     with pytest.raises(Unsupported):
         dispatch.choose(dispatch.Operation.PREFILL, spec, from_arch("sm_80"), NAME)

@@ -35,8 +35,12 @@ class Fp8Tiles(TiledKernel):
     def q_itemsize(self) -> int:
         return 1 if self.key.fp8_q else super().q_itemsize
 
-    def query_box(self) -> tuple[cute.ComposedLayout, tuple[int, int]]:
-        return fp8_box(self.box_tokens, self.dims) if self.key.fp8_q else super().query_box()
+    @property
+    def q_stage_elements(self) -> int:
+        return self.tile_m * self.dims if self.key.fp8_q else super().q_stage_elements
+
+    def query_atom(self) -> cute.ComposedLayout:
+        return fp8_atom(self.dims) if self.key.fp8_q else super().query_atom()
 
     def key_box(self, width: int) -> tuple[cute.ComposedLayout, tuple[int, int]]:
         return fp8_box(self.box, width)

@@ -19,7 +19,15 @@ from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import FIXED_SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, ScoreModKey
-from dsl_backend.attention.cute.sizes import fold_workspace_size, packed_gqa_heads, padded, partial_size, v_splits
+from dsl_backend.attention.cute.sizes import (
+    MOST_PACKED_HEADS,
+    SHORT_QUERY,
+    fold_workspace_size,
+    packed_gqa_heads,
+    padded,
+    partial_size,
+    v_splits,
+)
 from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.protocol import COUNTERS, Kernel, Launch, Misaligned, Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
@@ -316,6 +324,8 @@ class DenseKernel(LayerKernel):
         variants: the configurations of the kernel, and the batches that each serves; at most two by query length, and
             one for few query tiles.
         extend_type: the class of the kernel for few query tiles.
+        other_type: the class of `other`; None: the same.
+        most_packed_heads: of a tile, where keys are split.
         other: the kernel of the second one; None where one serves all query lengths.
         extend: the kernel for few query tiles; None where keys of long queries are not split.
         exact_pairs, late_claims: the kernel's, as `TiledKernel` has them.
@@ -323,6 +333,8 @@ class DenseKernel(LayerKernel):
 
     variants: Variants
     extend_type: "type[DenseKernel]"
+    other_type: "type[DenseKernel] | None" = None
+    most_packed_heads = 64
     exact_pairs = late_claims = False
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
@@ -333,7 +345,7 @@ class DenseKernel(LayerKernel):
         few_tiles = next((one for one in found if one.few_tiles), None)
         self.other = self.extend = None
         if self.others_batches is not None:
-            self.other = type(self)(spec, target, workspace, self.others_batches.config)
+            self.other = (self.other_type or type(self))(spec, target, workspace, self.others_batches.config)
         if few_tiles is not None:
             self.extend = self.extend_type(spec, target, workspace, few_tiles.config)
 
@@ -388,12 +400,16 @@ class DenseKernel(LayerKernel):
         return self.others_batches is not None and self.others_batches.serves(query_len)
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
-        if self.other is not None and self.is_for_other(min(max_seqlen_q, batch.max_query_len)):
+        if self.other is not None and self.is_for_other(self.longest(batch, max_seqlen_q)):
             return self.other.bind(batch, min_seqlen_q, max_seqlen_q)
         return super().bind(batch, min_seqlen_q, max_seqlen_q)
 
+    def longest(self, batch: Batch, max_seqlen_q: int) -> int:
+        """Tokens of the longest query of a batch that has up to max_seqlen_q: a bound."""
+        return min(max_seqlen_q, batch.max_query_len)
+
     def sizes(self) -> tuple[int, int, int]:
-        pack_gqa = packed_gqa_heads(self.spec.group) if self.split else 1
+        pack_gqa = packed_gqa_heads(self.spec.group, self.most_packed_heads) if self.split else 1
         return self.target.sm_count * self.config.ctas_per_sm, pack_gqa, self.config.tile_m
 
     @property
@@ -401,7 +417,7 @@ class DenseKernel(LayerKernel):
         return v_splits(self.spec.head_dim_v)
 
     def max_query_len_served(self) -> int | None:
-        return min(16, self.tile_m // self.pack_gqa) if self.split else None
+        return min(SHORT_QUERY, self.tile_m // self.pack_gqa) if self.split else None
 
     def tensors(self, operands: Operands) -> DenseTensors:
         q = operands.q
@@ -417,6 +433,32 @@ class DenseKernel(LayerKernel):
         buffer = self.workspace.operand(q.numel() * self.spec.dtype.itemsize)
         made = buffer[: q.numel() * self.spec.dtype.itemsize].view(self.spec.dtype).view(q.shape)
         return made.copy_(q)
+
+
+class ManyRows(DenseKernel):
+    """Short queries of many rows, with products in 8 bits; see `sizes.WIDENED_ROWS`. Keys are split."""
+
+    split = True
+    most_packed_heads = MOST_PACKED_HEADS
+
+    def max_query_len_served(self) -> int | None:
+        return SHORT_QUERY
+
+
+class FewOrManyRows(DenseKernel):
+    """Short queries, whose products are in 16 bits where rows are few. `other` is the kernel for many rows."""
+
+    def max_query_len_served(self) -> int | None:
+        return super().max_query_len_served() if self.other is None else SHORT_QUERY
+
+    def longest(self, batch: Batch, max_seqlen_q: int) -> int:
+        """Where longer queries belong to other launches, and the host knows no lengths: as if rows were few."""
+        if batch.max_query_len <= max_seqlen_q:
+            return batch.max_query_len
+        if batch.host_lengths is None:
+            return 0
+        queries = batch.host_lengths.queries
+        return int(queries[queries <= max_seqlen_q].max(initial=0))
 
 
 class MlaKernel(LayerKernel):

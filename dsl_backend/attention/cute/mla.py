@@ -150,7 +150,7 @@ class TiledMla:
         """The TMA atoms, each with its tensor in the mode order that the atom takes."""
         key, atom = self.key, self.atom(self.chunk)
         load, load_keys = self.load_ops()
-        q_box = cute.make_composed_layout(atom.inner, 0, query_box(self, self.box_tokens))
+        q_box = cute.make_composed_layout(atom.inner, 0, query_box(key.pack_gqa, self.box_tokens, self.chunk))
         q_tile = (key.pack_gqa, self.box_tokens, self.chunk)
         k_tile = (self.box, self.chunk)
         k_box = fp8_tma_box(*k_tile)[0] if key.kv.fp8 else cute.tile_to_shape(atom, k_tile, order=(0, 1))

@@ -16,6 +16,10 @@ FP8_K_BLOCK = 32  # elements of a row that one MMA of 8 bits takes
 TMA_BOX_ALIGNMENT = 128  # bytes: of a box in shared memory
 # Bytes of keys and values whose requests are processed together: half an H200's L2.
 L2_SECTION_BYTES = 25 << 20
+# Of short queries of a request, the tokens; and the rows, heads of a group times tokens, up to which memory bounds the
+# time of a kernel with 16-bit products of an fp8 cache. From one more on, those in 8 bits are faster.
+SHORT_QUERY, WIDENED_ROWS = 16, 64
+MOST_PACKED_HEADS = 128  # of a tile with products in 8 bits
 MAX_P_EXPONENT = 8.8  # of P in e4m3: at most 2^8.8 = 445.7, and e4m3 holds 448
 
 
@@ -60,6 +64,16 @@ def v_split_dim(dim_v: int) -> int:
 def packed_gqa_heads(group: int, most: int = 64) -> int:
     """Query heads that share a tile's rows: a GQA group, or a part of it if it has more than `most` heads."""
     return next(pack_gqa for pack_gqa in range(min(group, most), 0, -1) if group % pack_gqa == 0)
+
+
+def widened_tokens(group: int) -> int:
+    """Tokens of the longest queries whose rows are at most WIDENED_ROWS; group: query heads of a key head."""
+    return WIDENED_ROWS // group
+
+
+def has_many_rows(group: int) -> bool:
+    """Whether short queries may have more rows than that."""
+    return widened_tokens(group) < SHORT_QUERY
 
 
 def section_keys(key_bytes: int) -> int:

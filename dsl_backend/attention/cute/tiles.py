@@ -224,9 +224,22 @@ class TiledKernel:
         """Bytes of an element of Q as TMA copies it."""
         return 2
 
-    def query_box(self) -> tuple[cute.ComposedLayout, tuple[int, int]]:
-        """The layout in shared memory of one TMA box of Q of one head, and the box's shape."""
-        return self.boxed(self.box_tokens, self.copied_q), (self.box_tokens, self.copied_q)
+    @property
+    def q_stage_elements(self) -> int:
+        """Elements from one stage of Q to the next."""
+        return self.tile_m * max(self.dims, self.dims_v)
+
+    def query_atom(self) -> cute.ComposedLayout:
+        """The swizzled layout atom of Q."""
+        return self.atom(self.dims)
+
+    def query_box(self) -> tuple[cute.ComposedLayout, tuple[int, ...]]:
+        """The layout in shared memory of one TMA box of Q, of one head or of the packed ones, and the box's shape."""
+        atom, pack_gqa, tokens, width = self.query_atom(), self.key.pack_gqa, self.box_tokens, self.copied_q
+        if pack_gqa == 1:
+            return cute.tile_to_shape(atom, (tokens, width), order=(0, 1)), (tokens, width)
+        box = cute.make_composed_layout(atom.inner, 0, query_box(pack_gqa, tokens, width))
+        return box, (pack_gqa, tokens, width)
 
     def value_box(self):
         return self.key_box(self.dims_v)
@@ -248,8 +261,6 @@ class TiledKernel:
         tokens, _, width = q.shape
         if key.pack_gqa == 1:
             mQ = cute.make_tensor(q.iterator, cute.select(q.layout, mode=[0, 2, 1]))
-            q_tile: tuple[int, ...]
-            q_box, q_tile = self.query_box()
         else:
             mQ = cute.make_tensor(
                 q.iterator,
@@ -258,14 +269,12 @@ class TiledKernel:
                     stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack_gqa),
                 ),
             )
-            q_tile = (key.pack_gqa, self.box_tokens, self.chunk)
-            q_box = cute.make_composed_layout(self.atom(self.dims).inner, 0, query_box(self, self.box_tokens))
         order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
         mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
         mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
         if key.v_splits > 1:
             mV = self.by_slice(mV)
-        q_load = cpasync.make_tiled_tma_atom(load, mQ, q_box, q_tile)
+        q_load = cpasync.make_tiled_tma_atom(load, mQ, *self.query_box())
         k_load = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
         v_load = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
         return DenseLoads(*q_load, *k_load, *v_load)

@@ -31,10 +31,9 @@ def tokens_of_box(pack_gqa: int, tokens: int, most_boxes: int) -> int:
     return next(parts, tokens)
 
 
-def query_box(kernel: Any, tokens: int) -> cute.Layout:
+def query_box(pack_gqa: int, tokens: int, width: int) -> cute.Layout:
     """[packed head, token, column of a chunk] of some tokens of a tile of Q in shared memory, without the swizzle."""
-    shape = (kernel.key.pack_gqa, tokens, kernel.chunk)
-    return cute.make_layout(shape, stride=(kernel.chunk, kernel.key.pack_gqa * kernel.chunk, 1))
+    return cute.make_layout((pack_gqa, tokens, width), stride=(width, pack_gqa * width, 1))
 
 
 class LoadWarp:
@@ -93,10 +92,10 @@ class LoadWarp:
             self.sQ = self.in_boxes(sQ, self.box_tokens, kernel.copied_q)
         else:
             # Rows of a chunk lie one after another: [head and token, box, chunk, stage].
-            chunk_and_stage = (kernel.tile_m * kernel.chunk, kernel.tile_m * max(kernel.dims, kernel.dims_v))
-            box = query_box(kernel, self.box_tokens)
+            box = query_box(self.key.pack_gqa, self.box_tokens, self.chunk)
             shape = (box.shape, self.q_boxes, self.q_chunks, self.config.query_stages)
-            layout = cute.make_layout(shape, stride=(box.stride, self.rows_loaded * kernel.chunk, *chunk_and_stage))
+            strides = (self.rows_loaded * self.chunk, kernel.tile_m * self.chunk, kernel.q_stage_elements)
+            layout = cute.make_layout(shape, stride=(box.stride, *strides))
             self.sQ = cute.make_tensor(sQ.iterator, layout)
 
     def in_boxes(self, tensor: cute.Tensor, rows: int, width: int) -> cute.Tensor:

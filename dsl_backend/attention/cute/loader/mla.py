@@ -62,7 +62,7 @@ class MlaLoadWarp(LoadWarp):
         self.chunks, self.chunks_v = kernel.dims // kernel.chunk, kernel.dims_v // kernel.chunk
         self.set_query_boxes(kernel)
         # Rows of a chunk lie one after another: [head and token, box, chunk].
-        box = query_box(kernel, kernel.box_tokens)
+        box = query_box(kernel.key.pack_gqa, kernel.box_tokens, kernel.chunk)
         strides = (box.stride, kernel.rows_loaded * kernel.chunk, ROWS * kernel.chunk)
         layout = cute.make_layout((box.shape, self.q_boxes, self.chunks), stride=strides)
         self.sQ = cute.make_tensor(sQ.iterator, layout)

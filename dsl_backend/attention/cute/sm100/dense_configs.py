@@ -210,8 +210,7 @@ class DenseConfig:
             reasons += self.late_p_objections()
         if self.shared_s and (self.alternate or self.softmax_warpgroups != 2 or self.dequant_stages):
             reasons.append("S is shared by two softmax warpgroups with query rows of their own, and keys of 16 bits")
-        if self.direct_output and (self.softmax_warpgroups != 2 or self.alternate):
-            reasons.append("direct outputs are those of two softmax warpgroups with query rows of their own")
+        reasons += self.direct_output_objections()
         if spec.batch_invariant:
             reasons += self.batch_invariant_objections()
         if self.tmem_columns(spec) > TENSOR_COLUMNS:
@@ -238,6 +237,12 @@ class DenseConfig:
         if spec.is_quantized_kv == (self.dequant_stages > 0) and self.dequant_stages != 1:
             return []
         return [f"{self.dequant_stages} fp8 stages: 2 or more for a quantized cache, 0 for others, are possible"]
+
+    def direct_output_objections(self) -> list[str]:
+        """Why outputs cannot go from registers to global memory."""
+        if self.direct_output and (self.softmax_warpgroups != 2 or self.alternate):
+            return ["direct outputs are those of two softmax warpgroups with query rows of their own"]
+        return []
 
     def batch_invariant_objections(self) -> list[str]:
         """Why a row's bits would depend on more than the row, or splits could not be folded."""

@@ -9,7 +9,8 @@ import torch
 
 from dsl_backend.attention.cute.args import Nvfp4Tensors
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors, fake_pages, fake_rows
-from dsl_backend.attention.cute.host import DenseKernel
+from dsl_backend.attention.cute.host import DenseKernel, FewOrManyRows, ManyRows
+from dsl_backend.attention.cute.sizes import widened_tokens
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CTA_PAIR,
     default_config,
@@ -22,11 +23,12 @@ from dsl_backend.attention.cute.sm100.nvfp4_kernel import Nvfp4Forward
 from dsl_backend.attention.cute.sm100.swap_ab_kernel import SwapABForward
 from dsl_backend.attention.cute.sm100.two_cta_kernel import TwoCtaForward
 from dsl_backend.attention.protocol import Misaligned, Operands
-from dsl_backend.attention.spec import Batch
-from dsl_backend.attention.variants import SM100_DECODE, SM100_FP8_PREFILL, SM100_PREFILL
+from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.attention.variants import SM100_DECODE, SM100_FP8_DECODE, SM100_FP8_PREFILL, SM100_PREFILL
 from dsl_backend.quant.format import KV_BLOCK, NVFP4_KV
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 
 def build(key: DenseKey, target: Target) -> Function:
@@ -39,6 +41,8 @@ def build(key: DenseKey, target: Target) -> Function:
 
 def kind_of(key: DenseKey) -> type[DenseForward]:
     """The class of the kernel."""
+    if isinstance(key, Fp8Key):
+        return Fp8DenseForward
     if key.kv.nvfp4:
         return Nvfp4Forward
     return TwoCtaForward if key.config.two_cta else SwapABForward if key.config.swap_ab else DenseForward
@@ -109,17 +113,31 @@ class Prefill(QuantizedTensors):
         return row_tiles * self.head_blocks
 
 
-def build_fp8(key: Fp8Key, target: Target) -> Function:
-    """The compiled function of the kernel with e4m3 products; it takes the same."""
-    if target.fast_exponentials:
-        key = replace(key, config=replace(key.config, ex2_emulation=0))
-    return compile_kernel(Fp8DenseForward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
-
-
 class Fp8Prefill(DenseKernel):
     """Attention of long queries with e4m3 products; see fp8_kernel.py."""
 
-    build = staticmethod(build_fp8)
+    build = staticmethod(build)
     key_type = Fp8Key
     default = staticmethod(default_fp8_config)
     variants = staticmethod(SM100_FP8_PREFILL)
+
+
+class Fp8SplitKV(ManyRows):
+    """Short queries of many rows with e4m3 products."""
+
+    build = staticmethod(build)
+    key_type = Fp8Key
+    default = staticmethod(default_fp8_config)
+    variants = staticmethod(SM100_FP8_DECODE)
+
+
+class WidenedOrFp8SplitKV(FewOrManyRows, SplitKV):
+    """Short queries of layers whose long ones have e4m3 products."""
+
+    variants = staticmethod(SM100_FP8_DECODE)
+    other_type = Fp8SplitKV
+
+
+def fp8_decode(spec: AttentionSpec, target: Target, workspace: Workspace) -> DenseKernel:
+    """The kernel for short queries: where the heads of one token are many rows, for these alone."""
+    return (WidenedOrFp8SplitKV if widened_tokens(spec.group) else Fp8SplitKV)(spec, target, workspace)

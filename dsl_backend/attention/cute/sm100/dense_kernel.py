@@ -245,9 +245,7 @@ class DenseForward(TiledKernel):
         used_rows = self.tokens_per_tile * self.key.pack_gqa
         if cutlass.const_expr(used_rows < self.tile_m):
             for q_stage in cutlass.range_constexpr(self.config.query_stages):
-                clear_rows(
-                    sQ[None, None, q_stage], used_rows, self.tile_m, cute.arch.thread_idx()[0], self.config.threads
-                )
+                clear_rows(sQ[None, None, q_stage], used_rows, self.tile_m, cute.arch.thread_idx()[0], self.threads)
             cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

@@ -240,8 +240,9 @@ class AlternatingMmaWarp(MmaWarp):
             valid = work.valid
 
     def finish_work_tile(self, q_stage: cutlass.Int32) -> None:
-        """Signal the end of all MMAs of a work tile."""
+        """Signal the end of all MMAs of a work tile; and that the Q stage is empty, as `release_q` does."""
         self.commit(self.barriers.o_full)
+        self.release_q(q_stage, cutlass.Boolean(True))
 
     @cute.jit
     def qk_if_exists(

@@ -11,6 +11,7 @@ from dsl_backend.attention.cute.sizes import (
     MBARRIER_BYTES,
     WARPGROUP,
     WORK_TILE_SMEM_BYTES,
+    has_many_rows,
     p_offset_objections,
     padded,
 )
@@ -78,14 +79,18 @@ class Fp8DenseConfig(DenseConfig):
             return [f"{self.dequant_stages} stages to dequantize: 0 are possible, as nothing is dequantized"]
         return []
 
+    def direct_output_objections(self) -> list[str]:
+        """None besides `own_objections`: outputs of S stages that alternate are direct too."""
+        return []
+
     def own_objections(self) -> list[str]:
         reasons = []
         if self.softmax_warpgroups != 2 or not self.direct_output:
             reasons.append("products in 8 bits have two softmax warpgroups and direct outputs")
-        if self.alternate or self.two_cta or self.swap_ab or self.shared_kv_stages or self.shared_s or self.use_clc:
+        if self.two_cta or self.swap_ab or self.shared_kv_stages or self.shared_s or self.use_clc:
             reasons.append(
-                "products in 8 bits go without alternating S stages, two-CTA MMAs, swapped operands, shared stages, "
-                "shared S and cluster launch control"
+                "products in 8 bits go without two-CTA MMAs, swapped operands, shared stages, shared S and cluster "
+                "launch control"
             )
         if self.rescale_threshold > MAX_P_EXPONENT - self.p_offset:
             reasons.append(
@@ -115,6 +120,20 @@ def default_fp8_config(spec: AttentionSpec) -> Fp8DenseConfig:
         return Fp8DenseConfig(stages=6, late_p_keys=32, ex2_emulation=2)
     # With emulated exponentials 32 bytes spill.
     return Fp8DenseConfig(stages=4 if widest <= 128 else 2, late_p_keys=32, ex2_emulation=0)
+
+
+def many_rows_config(spec: AttentionSpec) -> Fp8DenseConfig | None:
+    """For short queries whose rows are many, with keys split; None for a layer that has no such queries.
+
+    Tiles of 128 rows, whose keys both S stages share. Memory bounds them: no exponential is emulated, and stages of K
+    and V take what Q leaves of shared memory. Not measured on a GPU. Tiles of 128 keys spill 32 bytes with heads of 128
+    (ptxas 13.0).
+    """
+    if not has_many_rows(spec.group):
+        return None
+    widest = max(spec.head_dim, spec.head_dim_v)
+    tile_n, stages = (128, 8) if widest <= 64 else (96, 7 if widest <= 128 else 5)
+    return Fp8DenseConfig(alternate=True, tile_n=tile_n, stages=stages, ex2_emulation=0)
 
 
 def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8DenseConfig]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward for SM100 with products in 8 bits, for long queries over an e4m3 cache.
+"""Attention forward for SM100 with products in 8 bits, over an e4m3 cache: for long queries, and for many rows.
 
 As dense_kernel.py, but K and V are multiplied as they are stored: the tensor cores read V column by column
 (`kind::f8f6f4`), so that nothing is transposed. P is rounded to e4m3. Q arrives in 16 bits: a warpgroup, in place of
@@ -32,13 +32,13 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
 )
 from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
 from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
-from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp
+from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp, MmaWarp
 from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseConfig
 from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps, QuantizedQuerySoftmaxWarps
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
 from dsl_backend.attention.cute.tiles import VECTOR
-from dsl_backend.errors import InvalidInput
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.ring import stage_of
 
 QUERY_LANES = 8  # threads of a row of Q, where its elements suffice for them; else half as many
@@ -51,11 +51,6 @@ class Fp8Key(DenseKey):
     reads_fp8_q = True
 
     config: Fp8DenseConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split:
-            raise InvalidInput("products in 8 bits have whole query tiles, and key ranges are split")
 
 
 class DenseKeyLoads(NamedTuple):
@@ -119,10 +114,11 @@ class Fp8CorrectionWarps(CorrectionWarps):
 
 
 class Fp8DenseForward(Fp8Tiles, DenseForward):
-    """As DenseForward, without split-KV; keys and values are e4m3."""
+    """As DenseForward; keys and values are e4m3. No warp skips rows that do not exist: rows are many."""
 
     def __init__(self, key: Fp8Key):
         super().__init__(key)
+        self.skip_idle_warps = False
         self.mma_dtype = self.mma_dtype_v = cutlass.Float8E4M3FN
         if key.fp8_q:
             # Without the warpgroup that quantizes Q, the last of a CTA.
@@ -150,6 +146,9 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
+        if cutlass.const_expr(self.key.split):
+            # As in DenseForward.
+            dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ_bytes, sQ = fp8_tensors(allocator, self.tile_m, self.dims, config.query_stages)
         kv_stages: Any = Fp8KVStages(self, allocator)
@@ -170,6 +169,8 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
             with cute.arch.elect_one():
                 init_mbarriers(barriers, arrays)
             cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(self.key.fp8_q):
+            self.clear_unused_q_rows(sQ_bytes)
         tmem_ptr = self.allocate_tmem(warp, tmem_holding_buf)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
@@ -194,7 +195,8 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MMA_WARP:
-                MmaWarp(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
+                mma_warp = AlternatingMmaWarp if self.alternate else MmaWarp
+                mma_warp(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
             if warp == LOAD_WARP:
                 load_warp = QuantizedQueryLoadWarp if self.key.fp8_q else Fp8LoadWarp
                 load_warp(

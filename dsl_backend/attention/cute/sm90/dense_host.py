@@ -2,19 +2,23 @@
 """The SM90 kernels of dense attention for one layer spec."""
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-from dsl_backend.attention.cute.host import DenseKernel
+from dsl_backend.attention.cute.host import DenseKernel, FewOrManyRows, ManyRows
+from dsl_backend.attention.cute.sizes import widened_tokens
 from dsl_backend.attention.cute.sm90.dense_configs import default_config, default_split_config
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config
 from dsl_backend.attention.cute.sm90.fp8_kernel import Fp8Forward, Fp8Key
-from dsl_backend.attention.variants import SM90_DECODE, SM90_FP8_PREFILL, SM90_PREFILL
+from dsl_backend.attention.spec import AttentionSpec
+from dsl_backend.attention.variants import SM90_DECODE, SM90_FP8_DECODE, SM90_FP8_PREFILL, SM90_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import Workspace
 
 
-def build(key: DenseKey, target: Target) -> Function:
+def build(key: DenseKey | Fp8Key, target: Target) -> Function:
     """The compiled function, which takes the operands of DenseForward.__call__."""
-    return compile_kernel(DenseForward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
+    kernel = Fp8Forward(key) if isinstance(key, Fp8Key) else DenseForward(key)
+    return compile_kernel(kernel, fake_args(key, fake_dense_tensors(key)), key=key, target=target)
 
 
 class Dense(DenseKernel):
@@ -45,15 +49,31 @@ class Prefill(Dense):
     extend_type = SplitKV
 
 
-def build_fp8(key: Fp8Key, target: Target) -> Function:
-    """The compiled function, which takes the operands of Fp8Forward.__call__."""
-    return compile_kernel(Fp8Forward(key), fake_args(key, fake_dense_tensors(key)), key=key, target=target)
-
-
 class Fp8Prefill(DenseKernel):
     """Attention of long queries with e4m3 products. The longest, of FP8_LONG_QUERY tokens or more, have another one."""
 
-    build = staticmethod(build_fp8)
+    build = staticmethod(build)
     key_type = Fp8Key
     default = staticmethod(default_fp8_config)
     variants = staticmethod(SM90_FP8_PREFILL)
+
+
+class Fp8SplitKV(ManyRows):
+    """Short queries of many rows with e4m3 products."""
+
+    build = staticmethod(build)
+    key_type = Fp8Key
+    default = staticmethod(default_fp8_config)
+    variants = staticmethod(SM90_FP8_DECODE)
+
+
+class WidenedOrFp8SplitKV(FewOrManyRows, SplitKV):
+    """Short queries of layers whose long ones have e4m3 products."""
+
+    variants = staticmethod(SM90_FP8_DECODE)
+    other_type = Fp8SplitKV
+
+
+def fp8_decode(spec: AttentionSpec, target: Target, workspace: Workspace) -> DenseKernel:
+    """The kernel for short queries: where the heads of one token are many rows, for these alone."""
+    return (WidenedOrFp8SplitKV if widened_tokens(spec.group) else Fp8SplitKV)(spec, target, workspace)

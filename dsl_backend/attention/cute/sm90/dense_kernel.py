@@ -60,7 +60,7 @@ class DenseForward(TiledKernel):
         self.most_boxes = MAX_Q_BOXES if key.split else 1
         super().__init__(key, key.config)
         self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
-        self.pair_row_tiles = key.config.pair_row_tiles
+        self.pair_row_tiles = self.config.pair_row_tiles
 
     @cute.jit
     def __call__(

@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from dsl_backend.attention.cute.sizes import (
     FP8_K_BLOCK,
@@ -11,6 +12,7 @@ from dsl_backend.attention.cute.sizes import (
     MBARRIER_BYTES,
     WARPGROUP,
     WORK_TILE_SMEM_BYTES,
+    has_many_rows,
     p_offset_objections,
 )
 from dsl_backend.attention.cute.sm90.dense_configs import MAX_STAGES, REGISTERS, WGMMA_M
@@ -43,7 +45,11 @@ class Fp8Config:
             is then added in float32 (accumulate_period is 1).
         p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
             is left below 448 is how far a score may exceed row_max before O is rescaled.
+        min_split_tiles: fewest key tiles of a split, where keys are split.
     """
+
+    pair_row_tiles: ClassVar[bool] = False
+    early_dependents: ClassVar[bool] = False
 
     groups: int
     tile_n: int
@@ -54,6 +60,7 @@ class Fp8Config:
     accumulate_period: int = 4
     intra_warpgroup_overlap: bool = True
     p_offset: float = 8.0
+    min_split_tiles: int = 2
 
     @property
     def tile_m(self) -> int:
@@ -165,6 +172,17 @@ def long_query_fp8_config(spec: AttentionSpec) -> Fp8Config | None:
     if spec.head_dim_v > 64 and max(spec.head_dim, spec.head_dim_v) <= 128:
         return in_turn(2, 192, stages=2)
     return None
+
+
+def many_rows_config(spec: AttentionSpec) -> Fp8Config | None:
+    """For short queries whose rows are many, with keys split; None for a layer that has no such queries.
+
+    The tiles of prefill: 128 rows, which are the heads of a group times the tokens. With heads of 64, prefill's spill 8
+    bytes beside a window, softcap and sinks (ptxas 13.0). Not measured on a GPU.
+    """
+    if not has_many_rows(spec.group):
+        return None
+    return in_turn(2, 128, stages=4) if max(spec.head_dim, spec.head_dim_v) <= 64 else default_fp8_config(spec)
 
 
 def in_turn(groups: int, tile_n: int, stages: int, *, ping_pong: bool = True) -> Fp8Config:

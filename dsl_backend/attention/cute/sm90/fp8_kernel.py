@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention forward for SM90 with products in 8 bits, for long queries over an e4m3 cache.
+"""Attention forward for SM90 with products in 8 bits, over an e4m3 cache: for long queries, and for many rows.
 
 As in FlashAttention-3's fp8 forward (Shah et al., 2024): K is used as it is stored, V is transposed in shared memory,
 and P is rounded to e4m3. Q arrives in 16 bits, and MMA warps quantize it; or in e4m3, and they take it as it is. Two
@@ -25,7 +25,7 @@ from dsl_backend.attention.cute.sm90.dense_barriers import WARPS_PER_WARPGROUP, 
 from dsl_backend.attention.cute.sm90.dense_kernel import LOAD_WARP, SCHEDULER_WARP, DenseForward
 from dsl_backend.attention.cute.sm90.fp8_configs import Fp8Config
 from dsl_backend.attention.cute.sm90.fp8_mma import Fp8MmaConsumer, QuantizedQueryMmaConsumer, e4m3_mma
-from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
+from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.cute.transpose import TransposeWarps
 from dsl_backend.primitives import dependent_launch
 
@@ -42,13 +42,9 @@ class Fp8Key(LayerKey):
 
 
 class Fp8Forward(Fp8Tiles, DenseForward):
-    """As DenseForward, without split-KV; keys and values are e4m3. Late claims of it are not timed."""
+    """As DenseForward; keys and values are e4m3. Late claims of it are not timed."""
 
     late_claims = False
-
-    def __init__(self, key: Fp8Key):
-        TiledKernel.__init__(self, key, key.config)
-        self.mma_registers, self.load_registers, _ = key.config.registers
 
     def tiled_mmas(self) -> TiledMmas:
         groups, registers = (self.config.groups, 1, 1), warpgroup.OperandSource.RMEM
@@ -89,6 +85,9 @@ class Fp8Forward(Fp8Tiles, DenseForward):
 
         # Nothing before this point depends on the kernels before this one (programmatic dependent launch).
         dependent_launch.wait()
+        if cutlass.const_expr(self.key.split):
+            # As in DenseForward.
+            dependent_launch.launch_dependents()
         work_pipeline = WorkTilePipeline(work_tiles, barriers.work_full, barriers.work_empty)
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.load_registers)
