@@ -2,7 +2,7 @@
 """Random problems for SM90's kernels with e4m3 products, on a GPU: they compute what their arithmetic says.
 
 `python -m pytest -m gpu tests/attention/test_fp8_on_gpu.py` checks PROBLEMS problems of each family. The same checks
-run on the emulator with few and small problems (test_sm90_fp8.py, test_mla_sm90_fp8.py).
+run on the emulator with few and small problems (test_sm90_fp8.py, test_fp8_many_rows.py, test_mla_sm90_fp8.py).
 """
 
 from collections.abc import Callable
@@ -12,15 +12,20 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
-from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config, long_query_fp8_config
+from dsl_backend.attention.cute.sizes import SHORT_QUERY
+from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill, Fp8SplitKV
+from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config, long_query_fp8_config, many_rows_config
 from dsl_backend.attention.cute.sm90.mla_fp8_configs import default_fp8_mla_config
 from dsl_backend.attention.cute.sm90.mla_host import Fp8Mla
 from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing import check, fp8_attention, fuzz
 from dsl_backend.testing.cases import Case
+from dsl_backend.testing.check import Result
+from dsl_backend.testing.fp8_attention import Arithmetic
+from dsl_backend.testing.inputs import Problem
 from dsl_backend.testing.numerics import assert_same_non_finite
+from tests.attention.test_fp8_many_rows import GROUPS, WHOLE
 from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART as MLA_FLIPPED_PART
 from tests.attention.test_mla_sm90_fp8 import SPLIT_ERROR, SPLIT_LSE_ERROR
 from tests.attention.test_mla_sm90_fp8 import arithmetic_of as mla_arithmetic_of
@@ -38,12 +43,17 @@ SPLIT_MOST, SPLIT_LSE_MOST = 0.25, 0.14
 
 def drawn(family: str, layer: int, turn: int) -> Case:
     """A random problem whose layer the kernel serves."""
-    case = fuzz.problem(family, SEED, layer + turn * LAYERS, SIZES, LAYERS)
+    many = family == "many-rows"
+    sizes = replace(SIZES, q=SHORT_QUERY) if many else SIZES
+    case = fuzz.problem("prefill" if many else family, SEED, layer + turn * LAYERS, sizes, LAYERS)
     assert isinstance(case, Case)
     case = replace(case, fp8=True, fp8_dtype=torch.float8_e4m3fn, batch_invariant=False, programs=None, tile=None)
     if family == "mla":
         return case
     dim, dim_v = DIMS[layer % len(DIMS)]
+    if many:
+        heads_kv = case.heads[1]
+        case = replace(case, heads=(GROUPS[layer % len(GROUPS)] * heads_kv, heads_kv))
     return replace(case, dim=dim, dim_v=dim_v)
 
 
@@ -75,7 +85,28 @@ def check_mla(case: Case, turn: int, device: torch.device) -> None:
         result = check.run(problem, NAME, split_q=case.split_q, adjust=whole_mla)
         fp8_attention.judge(result, problem, arithmetic, MLA_FLIPPED_PART)
         return
-    result = check.run(problem, NAME, split_q=case.split_q)
+    judge_splits(check.run(problem, NAME, split_q=case.split_q), problem, arithmetic)
+
+
+def check_many_rows(case: Case, turn: int, device: torch.device) -> None:
+    """The same of short queries of many rows."""
+    problem, config = case.problem(device), many_rows_config(case.spec)
+    assert config is not None
+    config = replace(config, min_split_tiles=WHOLE) if turn % 2 else config
+
+    def adjust(planner: Planner) -> None:
+        kernel = Fp8SplitKV(planner.spec, planner.target, planner.workspace, config)
+        planner.short = planner.long = (*planner.short[:2], kernel)
+
+    result = check.run(problem, NAME, adjust=adjust)
+    if turn % 2:
+        fp8_attention.judge(result, problem, arithmetic_of(config))
+    else:
+        judge_splits(result, problem, arithmetic_of(config))
+
+
+def judge_splits(result: Result, problem: Problem, arithmetic: Arithmetic) -> None:
+    """As far from whole ranges as P's errors in each split explain."""
     mine, expected = problem.owned(), fp8_attention.attention(problem, arithmetic)
     out, exact = result.out[mine].double(), expected.out[mine]
     lse, exact_lse = result.lse[mine].double(), expected.lse[mine]
@@ -94,7 +125,11 @@ def check_mla(case: Case, turn: int, device: torch.device) -> None:
             assert found.flatten().quantile(0.95) < usual, f"{what}: every 20th row is off by {usual} or more"
 
 
-CHECKS: dict[str, Callable[[Case, int, torch.device], None]] = {"prefill": check_prefill, "mla": check_mla}
+CHECKS: dict[str, Callable[[Case, int, torch.device], None]] = {
+    "prefill": check_prefill,
+    "many-rows": check_many_rows,
+    "mla": check_mla,
+}
 
 
 @pytest.mark.gpu
