@@ -510,11 +510,11 @@ MISTAKES: tuple[tuple[str, str, ModuleType, type, str, str, bool], ...] = (
     ),
     (
         "sm_100a",
-        "boxes of Q as if of 16 bits",
+        "boxes of half a chunk of Q",
         fp8_smem,
         fp8_smem.Fp8Tiles,
-        "return fp8_atom(self.dims) if self.key.fp8_q else super().query_atom()",
-        "return super().query_atom()",
+        "return fp8_chunk(self.dims) if self.key.fp8_q else super().copied_q",
+        "return fp8_chunk(self.dims) // 2",
         True,
     ),
 )

@@ -7,6 +7,7 @@ head, or with pack_gqa tokens times the query heads that share a KV head.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import cute
@@ -51,12 +52,16 @@ class DenseKey(LayerKey):
 
 
 class DenseForward(TiledKernel):
-    """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands."""
+    """out = softmax(q k^T) v for the requests of a batch; see `api.run` for the operands.
+
+    Args:
+        key: a `DenseKey`, or the key of a subclass.
+    """
 
     exact_pairs = True
     late_claims = True
 
-    def __init__(self, key: DenseKey):
+    def __init__(self, key: Any):
         self.most_boxes = MAX_Q_BOXES if key.split else 1
         super().__init__(key, key.config)
         self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
