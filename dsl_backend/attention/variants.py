@@ -115,7 +115,7 @@ def by_rows(default: Heuristic, many_rows: Callable[[AttentionSpec], Any]) -> Va
         config, few = many_rows(spec), widened_tokens(spec.group)
         if config is None:
             return [of_dense(config_of(spec, target, default))]
-        many = replace(of_dense(config, min_query_len=few and few + 1), name=f"e4m3 {of_dense(config).name}")
+        many = replace(of_dense(config, min_query_len=few + 1 if few else 0), name=f"e4m3 {of_dense(config).name}")
         return [of_dense(config_of(spec, target, default), max_query_len=few), many] if few else [many]
 
     return variants

@@ -17,7 +17,7 @@ TMA_BOX_ALIGNMENT = 128  # bytes: of a box in shared memory
 # Bytes of keys and values whose requests are processed together: half an H200's L2.
 L2_SECTION_BYTES = 25 << 20
 # Of short queries of a request, the tokens; and the rows, heads of a group times tokens, up to which memory bounds the
-# time of a kernel with 16-bit products of an fp8 cache. From one more on, those in 8 bits are faster.
+# time of a kernel with 16-bit products of an fp8 cache, by counting (docs/decisions.md).
 SHORT_QUERY, WIDENED_ROWS = 16, 64
 MOST_PACKED_HEADS = 128  # of a tile with products in 8 bits
 MAX_P_EXPONENT = 8.8  # of P in e4m3: at most 2^8.8 = 445.7, and e4m3 holds 448

@@ -80,7 +80,7 @@ class Fp8DenseConfig(DenseConfig):
         return []
 
     def direct_output_objections(self) -> list[str]:
-        """None besides `own_objections`: outputs of S stages that alternate are direct too."""
+        """None: outputs of S stages that alternate are direct too."""
         return []
 
     def own_objections(self) -> list[str]:
