@@ -103,6 +103,7 @@ CASES = (
     ),
     Case(id="nan", q_lens=(5, 8), kv_lens=(70, 60), heads=(16, 1), dim=64, fp8=True, nan_request=0, why="a NaN stays"),
     Case(id="large-scores", q_lens=(8,), kv_lens=(300,), heads=(16, 1), dim=64, scale=2.0, fp8=True, why="O rescaled"),
+    replace(RAGGED, id="fp8-outputs", fp8_out=True, why="outputs of 8 bits"),
 )
 
 
