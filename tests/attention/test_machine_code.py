@@ -28,7 +28,10 @@ QUICK = (
 )
 # Bytes of stack of a kernel that may be: the combine kernel has code for tasks of two widths, and spills four words of
 # the split range before a task.
-ALLOWED_STACK = {("sm_90a-mla16-invariant-decode", 1): 16}
+ALLOWED_STACK = {
+    ("sm_90a-mla16-invariant-decode", 1): 16,
+    **{(f"{arch}-hd192x128-fp8-packed-e4m3-many", 0): 8 for arch in ("sm_100a", "sm_103a")},
+}
 IDS = [subject.id for subject in attention_subjects()]
 
 

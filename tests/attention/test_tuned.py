@@ -197,4 +197,5 @@ def test_every_kernel_of_the_table_can_be_tuned() -> None:
     attends = set(dispatch.TABLE) - {dispatch.Operation.WRITE_KV}
     names = ("cute", dispatch.FP8_PRODUCTS)
     kernels = [entry.load() for name in attends for entry in dispatch.TABLE[name] if entry.name in names]
-    assert {kernel.default for kernel in kernels} == set(TUNABLE)
+    # A function has no default: it chooses among kernels of other rows, and one that is not tuned.
+    assert {kernel.default for kernel in kernels if isinstance(kernel, type)} == set(TUNABLE)
