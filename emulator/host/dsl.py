@@ -25,6 +25,8 @@ from emulator.host.tensors import DeviceView, require_cpu
 
 # Attributes that are left on objects of CuTe DSL, for as long as those live.
 MODULE, VIEW = "_emulator_module", "_emulator_view"
+# In CuTe DSL, where the version has them: the look-up of an entry point, and the module that makes object files.
+ENTRY, EXPORT = "_lookup_jit_entry", "_aot_support"
 # Found elsewhere by host code: libc, and the run-time of TVM-FFI.
 ELSEWHERE = ("printf", "sprintf", "snprintf", "malloc", "free", "memcpy", "memset", "memmove", "abort", "puts")
 TVM_FFI = "TVMFFI"
@@ -103,6 +105,22 @@ def replaced(owner: Any, values: dict[str, Any]) -> Iterator[None]:
                 delattr(owner, name)
 
 
+class Uncalled:
+    """Stands for the entry point of a function that is called by another one."""
+
+    restype: object = None
+
+
+class Unoptimised:
+    """CuTe DSL's module that makes object files of host code, which runs once for each launch: nothing is optimised."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def export_module_to_bytes(self, *arguments: Any, **named: Any) -> Any:
+        return self.module.export_module_to_bytes(*arguments, **named | {"opt_level": 0})
+
+
 class Hooks:
     """The replacements of methods of CuTe DSL."""
 
@@ -140,6 +158,8 @@ class Hooks:
         yield options, {"apply_envar_settings": self.sets(options.apply_envar_settings)}
         base = importlib.import_module("cutlass.base_dsl.dsl").BaseDSL
         yield base, {"compile_and_jit": self.compiles(base.compile_and_jit)}
+        if hasattr(base, ENTRY):
+            yield base, {ENTRY: self.looks_up(getattr(base, ENTRY))}
         yield executor.JitExecutor, {"run_compiled_program": self.runs(executor.JitExecutor.run_compiled_program)}
         arguments = executor.ExecutionArgs
         yield arguments, {"generate_execution_args": self.binds(arguments.generate_execution_args)}
@@ -148,6 +168,8 @@ class Hooks:
             yield from self.tvm_ffi_replacements(importlib.import_module("cutlass.cutlass_dsl.tvm_ffi_provider"))
 
     def tvm_ffi_replacements(self, provider: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+        if hasattr(provider, EXPORT):
+            yield provider, {EXPORT: Unoptimised(getattr(provider, EXPORT))}
         for name in (
             "TVMFFIJitCompiledFunctionBase",
             "TVMFFIJitCompiledFunction",
@@ -217,6 +239,14 @@ class Hooks:
                 return original(*arguments, **named)
 
         return compile_and_link
+
+    def looks_up(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """An entry point is asked for, which generates the host code: not for TVM-FFI, which has code of its own."""
+
+        def look_up(language: Any, *arguments: Any) -> Any:
+            return Uncalled() if language.compile_options.enable_tvm_ffi else original(language, *arguments)
+
+        return look_up
 
     def links(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Host code is about to be linked: with the library here, whatever else of these names is in the process."""
