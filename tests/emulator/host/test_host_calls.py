@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from host_machines import AffineMachine, Failing, Recorder
 
 import emulator
+from emulator.host import dsl
 from emulator.host.runtime import runtime
 
 pytest.importorskip("cutlass")
@@ -22,7 +24,7 @@ pytest.importorskip("cutlass")
 import cutlass
 from cuda.bindings.driver import CUstream
 from cutlass import Float32, cute
-from cutlass.base_dsl.dsl import DSLSingletonMeta
+from cutlass.base_dsl.dsl import BaseDSL, DSLSingletonMeta
 from cutlass.cute import runtime as cute_runtime
 from cutlass.cute.runtime import from_dlpack, make_fake_compact_tensor, make_fake_stream, make_ptr
 from cutlass.cutlass_dsl import cuda_jit_executor
@@ -93,6 +95,28 @@ def test_round_trip(path, arch) -> None:
     assert f".entry {launch.kernel}" in launch.ptx
     assert device.launches == len(machine.launches) == 1
     assert runtime().loading is None
+
+
+@pytest.mark.parametrize("path", [through_views, through_tvm_ffi])
+def test_host_code_is_generated_once(path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TVM-FFI's functions are compiled by way of an object file, without optimisation, and no engine is asked."""
+    asked, levels = [], []
+    provider = pytest.importorskip("cutlass.cutlass_dsl.tvm_ffi_provider")
+    look_up, export = BaseDSL._lookup_jit_entry, provider._aot_support.export_module_to_bytes
+
+    def exported(*arguments, opt_level, **named):
+        levels.append(opt_level)
+        return export(*arguments, opt_level=opt_level, **named)
+
+    support = types.SimpleNamespace(export_module_to_bytes=exported)
+    monkeypatch.setattr(provider, "_aot_support", support)
+    uncalled = dsl.Uncalled
+    monkeypatch.setattr(dsl, "Uncalled", lambda: asked.append("nobody") or uncalled())
+    with emulator.device(arch="sm_90a", machine=AffineMachine()):
+        path(torch.randn(300), torch.zeros(300))
+    assert (asked, levels) == ((["nobody"], [0]) if path is through_tvm_ffi else ([], []))
+    assert BaseDSL._lookup_jit_entry is look_up
+    assert provider._aot_support is support
 
 
 @pytest.mark.parametrize("path", PATHS)
