@@ -28,11 +28,17 @@ class DSLRejectionSampler(RejectionSampler):
         sampler: vLLM's sampler with this package's draw, which is in the runner too.
         verifier: verifies the drafts.
         row_ids: int32, from 0 on.
+        inputs: int32, the token in front of each row's. A step writes those that are drafts; others are not read.
+        cu_rows: int32 [requests + 1], the first row of each request and the end, of which a step writes all but 0.
+        greedy: the parameters of a step without a temperature; its seeds and positions mean nothing.
     """
 
     sampler: DSLSampler
     verifier: Verifier
     row_ids: torch.Tensor
+    inputs: torch.Tensor
+    cu_rows: torch.Tensor
+    greedy: Parameters
 
     @classmethod
     def replace(cls, runner: Any) -> None:
@@ -42,6 +48,10 @@ class DSLRejectionSampler(RejectionSampler):
         own.verifier = Verifier(runner, torch.int32)
         max_rows = own.verifier.max_requests * (1 + own.verifier.max_drafts)
         own.row_ids = torch.arange(max_rows, dtype=torch.int32, device=runner.device)
+        own.inputs = torch.full_like(own.row_ids, -1)
+        own.cu_rows = torch.zeros(own.verifier.max_requests + 1, dtype=torch.int32, device=runner.device)
+        zeros = torch.zeros(max_rows, dtype=torch.int64, device=runner.device)
+        own.greedy = Parameters(seeds=zeros, positions=zeros, temperature=zeros.float())
         vocab = runner.vllm_config.model_config.get_vocab_size()
         own.verifier.prepare(vocab, None, Known.TOKENS)
         if draws_drafts(runner.vllm_config.speculative_config):
@@ -53,9 +63,10 @@ class DSLRejectionSampler(RejectionSampler):
         """Tokens int32 [requests, longest drafts + 1], -1 after a request's last one; and log-probabilities."""
         step = sampling_metadata
         rows, vocab = logits.shape
-        ids = self.row_ids[:rows]
-        request = torch.searchsorted(metadata.cu_num_sampled_tokens, ids, right=True)
-        parameters = self.parameters(metadata, step, request)
+        request, parameters = None, first(self.greedy, rows)
+        if step.temperature is not None or draft_probs is not None:
+            request = torch.searchsorted(metadata.cu_num_sampled_tokens, self.row_ids[:rows], right=True)
+            parameters = self.parameters(metadata, step, request)
         asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
         processed = self.processed(logits, step, metadata)
         returned: dict[str, Any] = {"logprobs": asked or draft_probs is not None}
@@ -63,50 +74,55 @@ class DSLRejectionSampler(RejectionSampler):
             # Each token that is returned is the one that was drawn for its row.
             returned = {"num_logprobs": step.max_num_logprobs}
         drawn = self.draw(processed, step, request, parameters, **returned)
-        inputs = torch.full_like(ids, -1).index_copy_(
-            0, (metadata.target_logits_indices + 1).long(), metadata.draft_token_ids.to(ids.dtype)
-        )
         distributions = None
         if draft_probs is not None:
             # Their rows are the drafts of all requests one after another.
-            distributions = Distributions(values=draft_probs[:, :vocab], index=ids - request)
-        drafts = Drafts(
-            inputs=inputs,
-            cu_rows=torch.nn.functional.pad(metadata.cu_num_sampled_tokens, (1, 0)),
-            distributions=distributions,
-        )
+            distributions = Distributions(values=draft_probs[:, :vocab], index=self.row_ids[:rows] - request)
+        drafts = self.drafts(metadata, rows, distributions)
         known = Known.TOKENS if draft_probs is None else Known.PROBABILITIES
         verified = self.verifier.verify(drawn, parameters, drafts, vocab, known)
         tokens = verified.tokens[:, : metadata.max_spec_len + 1].clone(memory_format=torch.contiguous_format)
         return SamplerOutput(tokens, self.logprobs_of(tokens, logits, drawn, step, metadata))
+
+    def drafts(self, metadata: Any, rows: int, distributions: Distributions | None) -> Drafts:
+        """A step's drafts, in buffers that the next step overwrites. Each is the input of the row behind its own."""
+        inputs, cu_rows = self.inputs[:rows], self.cu_rows[: len(metadata.num_draft_tokens) + 1]
+        inputs[1:].index_copy_(0, metadata.target_logits_indices.long(), metadata.draft_token_ids.to(inputs.dtype))
+        cu_rows[1:].copy_(metadata.cu_num_sampled_tokens)
+        return Drafts(inputs=inputs, cu_rows=cu_rows, distributions=distributions)
 
     def parameters(self, metadata: Any, step: Any, request: torch.Tensor) -> Parameters:
         """Seeds, positions and temperature of each row."""
         sampler = self.sampler
         seeds = sampler.seeds.of(compat.seeds_of(step.generators), len(metadata.num_draft_tokens))
         # None where all requests are greedy.
-        temperature = torch.zeros(len(request), device=request.device)
+        greedy = step.temperature is None
+        temperature = self.greedy.temperature[: len(request)] if greedy else step.temperature.index_select(0, request)
         return Parameters(
-            seeds=seeds[request],
-            positions=sampler.runner.positions[metadata.logits_indices],
-            temperature=temperature if step.temperature is None else step.temperature[request],
+            seeds=seeds.index_select(0, request),
+            positions=sampler.runner.positions.index_select(0, metadata.logits_indices),
+            temperature=temperature,
         )
 
     def draw(
-        self, logits: torch.Tensor, step: Any, request: torch.Tensor, parameters: Parameters, **returned: Any
+        self, logits: torch.Tensor, step: Any, request: torch.Tensor | None, parameters: Parameters, **returned: Any
     ) -> Sampled:
         """A token for each row, as if there were no drafts.
 
         Args:
+            request: of each row; None where all are greedy, which no filter changes.
             returned: logprobs and num_logprobs as in `RowSampler.draw`.
         """
-        filters: dict[str, Any] = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
+        filters: dict[str, Any] = {}
+        if request is not None:
+            filters = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
         return self.sampler.rows.draw(
             logits,
             parameters.seeds,
             parameters.positions,
             temperature=parameters.temperature,
-            **returned | {name: None if values is None else values[request] for name, values in filters.items()},
+            **returned,
+            **{name: values.index_select(0, request) for name, values in filters.items() if values is not None},
         )
 
     def processed(self, logits: torch.Tensor, step: Any, metadata: Any) -> torch.Tensor:
@@ -157,6 +173,16 @@ class DSLRejectionSampler(RejectionSampler):
             values[metadata.bonus_logits_indices],
             tokens,
         )
+
+
+def first(parameters: Parameters, rows: int) -> Parameters:
+    """The parameters of the first rows, of those that have seeds, positions and a temperature alone."""
+    assert parameters.temperature is not None
+    return Parameters(
+        seeds=parameters.seeds[:rows],
+        positions=parameters.positions[:rows],
+        temperature=parameters.temperature[:rows],
+    )
 
 
 def padded(drafts: list[list[int]] | None, counts: list[int]) -> list[list[int]]:

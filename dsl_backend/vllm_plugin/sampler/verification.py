@@ -69,6 +69,8 @@ class Verifier:
         self.device, self.token_dtype = runner.device, token_dtype
         self.max_requests, self.max_drafts = runner.max_num_reqs, max_drafts(runner)
         self.plans: dict[VerificationSpec, verification.VerificationPlan] = {}
+        # By what differs among steps.
+        self.specs: dict[tuple[int, Known, torch.dtype], VerificationSpec] = {}
 
     def verify(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, vocab: int, known: Known) -> Verified:
         """Tokens and counts of each request, which the next step overwrites.
@@ -78,13 +80,16 @@ class Verifier:
             vocab: logits of a row.
         """
         given = drafts.distributions
-        spec = VerificationSpec(
-            max_drafts=self.max_drafts,
-            vocab=vocab,
-            known=known,
-            draft_dtype=torch.float32 if given is None else given.values.dtype,
-            token_dtype=self.token_dtype,
-        )
+        draft_dtype = torch.float32 if given is None else given.values.dtype
+        spec = self.specs.get((vocab, known, draft_dtype))
+        if spec is None:
+            spec = self.specs[vocab, known, draft_dtype] = VerificationSpec(
+                max_drafts=self.max_drafts,
+                vocab=vocab,
+                known=known,
+                draft_dtype=draft_dtype,
+                token_dtype=self.token_dtype,
+            )
         return verification.run(self.plan(spec), drawn, parameters, drafts)
 
     def plan(self, spec: VerificationSpec) -> verification.VerificationPlan:
