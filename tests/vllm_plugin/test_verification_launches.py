@@ -24,11 +24,11 @@ VIEWS = {"slice", "view", "alias", "detach", "select", "expand", "unsqueeze", "a
 MOST = {"greedy": 4, "sampled": 11, "seeded": 12}
 
 
-class Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts operators that are no views."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +45,7 @@ def steps() -> dict[str, Any]:
 
 def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """Those of each kind of step, of a sampler and a verifier that launch nothing."""
-    runner = v1_runner()
+    runner: Any = v1_runner()
     rejection, tokens = runner.rejection_sampler, torch.zeros(ROWS, dtype=torch.int64)
     verified = Verified(torch.zeros(len(COUNTS), DRAFTS + 1, dtype=torch.int32), torch.ones(len(COUNTS)).int())
     monkeypatch.setattr(rejection.sampler.rows, "draw", lambda *_, **__: Sampled(tokens))

@@ -75,7 +75,7 @@ class DSLRejectionSampler(RejectionSampler):
             returned = {"num_logprobs": step.max_num_logprobs}
         drawn = self.draw(processed, step, request, parameters, **returned)
         distributions = None
-        if draft_probs is not None:
+        if draft_probs is not None and request is not None:
             # Their rows are the drafts of all requests one after another.
             distributions = Distributions(values=draft_probs[:, :vocab], index=self.row_ids[:rows] - request)
         drafts = self.drafts(metadata, rows, distributions)
@@ -96,8 +96,9 @@ class DSLRejectionSampler(RejectionSampler):
         sampler = self.sampler
         seeds = sampler.seeds.of(compat.seeds_of(step.generators), len(metadata.num_draft_tokens))
         # None where all requests are greedy.
-        greedy = step.temperature is None
-        temperature = self.greedy.temperature[: len(request)] if greedy else step.temperature.index_select(0, request)
+        temperature = first(self.greedy, len(request)).temperature
+        if step.temperature is not None:
+            temperature = step.temperature.index_select(0, request)
         return Parameters(
             seeds=seeds.index_select(0, request),
             positions=sampler.runner.positions.index_select(0, metadata.logits_indices),
