@@ -56,7 +56,7 @@ MORE_TILES: dict[str, tuple[sm90.GemmConfig | sm100.GemmConfig, ...]] = {
 }
 # One of them, of both products, is chosen among GROUPED's too: on an H200 a layer of Qwen3-30B-A3B with 2048 tokens
 # took 462 us with it, and 543 with tiles of 64 rows. By this factor estimates of OVERLAPPED's products are too low
-# beside GROUPED's; of 25 rows that were timed it is chosen in that one alone (docs/performance.md).
+# beside GROUPED's; of 25 rows that were timed it is chosen in that one alone (docs/performance/experts.md).
 TRIMMED = sm90.GemmConfig(tile_m=128, box_n=64, pingpong=True)
 OVERLAPPED_COST = 1.11
 # Rows of a block that is multiplied as a whole, or left out.
@@ -64,7 +64,7 @@ BLOCK = 64
 # Numbers of tokens that candidates are chosen for; what is best in between is best for one of these, or nearly.
 PROBED_TOKENS = tuple(1 << i for i in range(18))
 # Fitted to 24 timings of grouped GEMMs and 15 of the kernels for few on an H100, of the benchmark's layers with 1 to
-# 8192 tokens (docs/performance.md); they are 5.2 % and 2.6 % off (root mean square).
+# 8192 tokens (docs/performance/experts.md); they are 5.2 % and 2.6 % off (root mean square).
 # What a layer takes beside its products, in ns.
 GROUPED_NS, DECODE_NS = 9500.0, 3500.0
 # Of grouped GEMMs: the share of memory's rate; of an expert's n tiles of rows, n ** (1 - REUSED) read its weights from

@@ -14,7 +14,7 @@ from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
 # Tokens of layers without a record. On an H100 these are where four models' layers take at most 0.98 of the time of
-# vLLM's Triton kernels without a tuned configuration (docs/performance.md); between them some layers are slower.
+# vLLM's Triton kernels without a tuned configuration (docs/performance/experts.md); between them some are slower.
 UNRECORDED = ((1, 8), (2048, MAX_TOKENS))
 
 

@@ -294,7 +294,7 @@ def test_configurations(tokens: int) -> None:
             assert sum(-(-rows // config.tile_m) for rows in counts) <= config.work_tiles(qwen, tokens)
 
 
-# By layer and tokens: which kind took how much less time on an H100 (docs/performance.md), where it was 2 % at least.
+# By layer and tokens: which kind took less time on an H100 (docs/performance/experts.md), where it was 2 % at least.
 TIMED: dict[tuple[int, ...], dict[int, configs.Kind]] = {
     (128, 2048, 768, 8): {1: configs.Kind.DECODE, 8: configs.Kind.DECODE, 128: configs.Kind.GROUPED},
     (64, 2048, 1408, 6): {1: configs.Kind.DECODE, 8: configs.Kind.DECODE, 128: configs.Kind.GROUPED},
@@ -313,7 +313,7 @@ def test_the_kind_that_was_faster_is_chosen(sizes: tuple[int, ...]) -> None:
 
 
 def test_blocks_without_rows_are_left_out_where_that_was_faster() -> None:
-    """Of five layers with 32 to 8192 tokens on an H200 (docs/performance.md)."""
+    """Of five layers with 32 to 8192 tokens on an H200 (docs/performance/experts.md)."""
     h200 = replace(H200, chip=next(chip for chip in H200.chips if chip.memory_gb_s > 4000))
     sizes = (*TIMED, (32, 7168, 2048, 8))
     found = [

@@ -218,7 +218,7 @@ DEEPSEEK = {"num_experts": 32, "hidden_size": 7168, "intermediate_size": 2048}
     ],
 )
 def test_the_faster_tiles_on_an_h200(sizes: dict[str, int], weight: ScaledFormat, few: tuple[int, ...]) -> None:
-    """By the table of docs/performance.md, whose closest two (DeepSeek's blocks with 8) are 0.3 % apart."""
+    """By the table of docs/performance/experts.md, whose closest two (DeepSeek's blocks with 8) are 0.3 % apart."""
     spec = replace(BLOCKS.spec, topk=8, weight=weight, **sizes)
     chosen = {tokens: scaled_configs.choose(spec, tokens, from_arch("sm_90a")) for tokens in (1, 8, 64, 512, 2048)}
     side = {tokens for tokens, config in chosen.items() if isinstance(config.first, SideBySideConfig)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of SM90's kernels of quantised operands serves so many rows, beside what was timed (docs/performance.md)."""
+"""Which of SM90's kernels of quantised operands serves so many rows (docs/performance/scaled-linear.md has times)."""
 
 import itertools
 from dataclasses import replace

@@ -26,7 +26,7 @@ FITS = ClusterConfig(cluster=4, threads=512, vector=4)
 def test_cluster_of_a_row(rows: int, top_p_alone: bool, cluster: int) -> None:
     config = ClusterConfig.default(QWEN, H200, rows, 4, top_p_alone)
     assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
-    assert config.blocks_ahead == 1, "faster on an H200 with 100 and 256 rows of float32 too (docs/performance.md)"
+    assert config.blocks_ahead == 1, "faster on an H200 with 100 and 256 float32 rows too: docs/performance/sampling.md"
     assert config.objections(QWEN, H200) == []
 
 

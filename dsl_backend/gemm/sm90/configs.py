@@ -240,13 +240,13 @@ class SmallMConfig(SmallMTiles):
 
 
 # Tiles, with as many stages as fit; where x is small, 256 bytes of weights at a time. The best of all that were timed
-# on an H200 is 1 % faster on average than the best of these (docs/performance.md).
+# on an H200 is 1 % faster on average than the best of these (docs/performance/linear.md).
 SMALL_M = (
     *(SmallMConfig(tokens=tokens, tile_k=128) for tokens in (8, 16, 32)),
     *(SmallMConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in range(32, 113, 8)),
 )
 # For products without an activation: on an H100 these were faster than stream-K in 29 of 32 that they serve, of 1 to 64
-# rows of models' projections (docs/performance.md).
+# rows of models' projections (docs/performance/linear.md).
 SPLIT_K = (
     *(SmallMConfig(tokens=8, tile_k=128, num_splits=num_splits) for num_splits in (2, 4)),
     *(
@@ -257,7 +257,7 @@ SPLIT_K = (
     *(SmallMConfig(tokens=64, num_splits=num_splits) for num_splits in (2, 4, 8)),
 )
 # For gated layers with fewer tiles than SMs. Partial sums take shared memory from stages: with many rows, wide k tiles
-# are worse (docs/performance.md).
+# are worse (docs/performance/linear.md).
 GATED_SPLIT_K = (
     *(
         SmallMConfig(tokens=tokens, tile_k=tile_k, num_splits=num_splits)
@@ -272,7 +272,7 @@ GATED_SPLIT_K = (
 )
 GEMMS = (
     # Bands of 4 rows of tiles: 2 to 5 % faster than of 8 in five of seven layers with 2048 to 16384 rows on an H200,
-    # and within 1 % in the others (docs/performance.md).
+    # and within 1 % in the others (docs/performance/linear.md).
     GemmConfig(tile_m=128, box_n=128, cluster=2, band=4),
     GemmConfig(tile_m=128, box_n=112, cluster=2),
     *(GemmConfig(tile_m=128, box_n=box_n, cluster=2, pingpong=True) for box_n in (96, 88, 80, 72, 56)),
@@ -283,7 +283,7 @@ GEMMS = (
     GemmConfig(tile_m=256, box_n=64, cluster=2),
 )
 # Each width, with each order and cluster, is within 2 % of the fastest for one of 26 layers with 72 to 2000 rows on an
-# H100 (docs/performance.md).
+# H100 (docs/performance/linear.md).
 SWAP_AB = (
     *(SwapABConfig(tokens=tokens, box_n=128, cluster=cluster) for tokens in range(80, 177, 16) for cluster in (1, 2)),
     *(SwapABConfig(tokens=tokens, box_n=96, cluster=cluster) for tokens in range(96, 193, 16) for cluster in (1, 2)),

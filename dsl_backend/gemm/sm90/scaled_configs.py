@@ -213,7 +213,7 @@ HALVED_GEMMS = (
 )
 
 # The first of those that the cost model finds equal is chosen: two consumers with 32 tokens each took 0.93 to 0.98 of
-# the time of one with 64 (docs/performance.md).
+# the time of one with 64 (docs/performance/scaled-linear.md).
 SCALED_SMALL_M = (
     *(ScaledSmallMConfig(tokens=tokens, groups=2, split_tokens=True) for tokens in (24, 32, 48, 64)),
     *(ScaledSmallMConfig(tokens=tokens, tile_k=256) for tokens in (8, 16, 32)),
@@ -244,7 +244,7 @@ def was_timed(spec: ScaledGemmSpec, config: object, rows: int) -> bool:
     if config.turns > 1:
         gated_blocks = spec.weight.blocked and spec.activation is not None
         return rows >= (TURNS_OF_GATED_BLOCKS_FROM if gated_blocks else TURNS_FROM)
-    # Sums of four blocks of k in a wgmma took 0.66 to 0.97 of the time (docs/performance.md).
+    # Sums of four blocks of k in a wgmma took 0.66 to 0.97 of the time (docs/performance/scaled-linear.md).
     if not spec.weight.blocked:
         return config.promotion == MOST_PROMOTION
     # Wide boxes that may lie in two blocks overlap.
@@ -265,9 +265,9 @@ def costs_of(flops: float, step_ns: float, cluster_step_ns: float, launch_ns: fl
 
 
 # Fitted to 391 timings of 9 layers with 64 to 8192 rows on an H200, of which the best ones count most: 3 to 7 % off;
-# what is chosen takes 1 % longer than the best on average (docs/performance.md). With scales of blocks: boxes that lie
-# in one of them, those that may lie in two, boxes in turns; additions beside products of other blocks of k, and of the
-# other turn.
+# what is chosen takes 1 % longer than the best on average (docs/performance/scaled-linear.md). With scales of blocks:
+# boxes that lie in one of them, those that may lie in two, boxes in turns; additions beside products of other blocks of
+# k, and of the other turn.
 ONE_SCALE = costs_of(0.882, 331.0, 335.0, 1007.0, 571.0)
 TWO_SCALES = costs_of(0.866, 381.0, 410.0, 1511.0)
 IN_TURNS = costs_of(0.889, 52.0, 872.0, 1004.0)

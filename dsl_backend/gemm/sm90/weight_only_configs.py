@@ -162,7 +162,7 @@ FILLED, NEARLY_ALL = 0.5, 0.9
 
 
 def few_rows(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyConfig:
-    """The configuration for up to 64 rows, by what was timed on an H200 (docs/performance.md).
+    """The configuration for up to 64 rows, by what was timed on an H200 (docs/performance/scaled-linear.md).
 
     Two CTAs on each SM unpack fastest, where a number of splits makes as many; then clusters that fill the SMs once;
     then stream-K.

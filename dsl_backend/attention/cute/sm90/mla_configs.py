@@ -88,8 +88,8 @@ def default_mla_config(spec: AttentionSpec) -> MlaConfig:
     heads, and as much the other way with 64.
 
     Row groups and the combine kernel for many rows together took 0.75 to 1.03 of the time without them on an H200
-    (docs/performance.md). With 16 heads the combine kernel for many rows took 0.87 and 0.91 of the time with 4 queries
-    and 8k or 23k keys, and as long in six other rows. Short splits took 0.61 to 1.00 in 21 rows.
+    (docs/performance/mla.md). With 16 heads the combine kernel for many rows took 0.87 and 0.91 of the time with 4
+    queries and 8k or 23k keys, and as long in six other rows. Short splits took 0.61 to 1.00 in 21 rows.
 
     Keys of a batch-invariant layer are evicted from L2 first, so that what CTAs fold stays there: on an H100 128
     requests of 16 heads took 264 us and not 304, of 128 heads 312 us and not 360. Its combine kernel has warps for 128

@@ -40,7 +40,7 @@ FEW_ROWS = {128: 1.14, 256: 1.05}
 # (n x k of 4096 x 14336 and 7168 x 16384, clusters of two), 16 rows 26.1 of 15.6.
 SPLIT_BLOCKS = 1.4
 # And of tiles of more than 32 tokens with scales of blocks: 64 rows took 1.23 to 1.39 of what it has with stream-K, and
-# 1.35 to 1.84 with split-K (docs/performance.md).
+# 1.35 to 1.84 with split-K (docs/performance/scaled-linear.md).
 MANY_TOKENS, MANY_BLOCKS, MANY_SPLIT_BLOCKS = 32, 1.32, 1.6
 # Rows that candidates are chosen for: all numbers of tiles up to 8192 rows, since the last round of tiles decides.
 PROBED_ROWS = (*range(1, 65, 7), *range(16, 513, 8), *range(544, 1025, 32), *range(1152, 8193, 128))
