@@ -196,6 +196,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Else Triton's bindings call what is left at the end of the process a leak."""
+    gc.unfreeze()
+
+
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("rest") and not item.get_closest_marker("full"):
