@@ -2,7 +2,9 @@
 """What operators on the rows of a matrix share on the host: threads and CTAs of a row, checks and views of matrices."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -21,6 +23,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Kernels count columns and rows in 32 bits, and count past the end by less than a tile.
 MAX_WIDTH = 2**31 - 2**20
 MAX_ROWS = 2**31 - 2**10
+
+ConfigT = TypeVar("ConfigT", bound="RowConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,14 @@ def ctas_per_sm(registers: int, threads: int) -> int:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def distinct(named: Mapping[str, ConfigT]) -> dict[str, ConfigT]:
+    """The configurations with their names; of equal ones the first."""
+    names: dict[ConfigT, str] = {}
+    for name, config in named.items():
+        names.setdefault(config, name)
+    return {name: config for config, name in names.items()}
 
 
 def ceil_div(a: int, b: int) -> int:

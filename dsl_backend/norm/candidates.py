@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dsl_backend.norm.configs import NormConfig, default_config, most_ctas, widest_vector
 from dsl_backend.norm.spec import NormSpec
-from dsl_backend.rows import ceil_div
+from dsl_backend.rows import ceil_div, distinct
 
 # Threads of a CTA and CTAs of a row, and elements of a thread, of rows that are read twice.
 THREADS, CLUSTERS = (128, 256, 512, 1024), (1, 2, 4)
@@ -51,8 +51,4 @@ def named(spec: NormSpec, smem_bytes: int) -> dict[str, NormConfig]:
         size = f"{config.threads_per_row}x{config.cluster}x{config.vectors_per_thread}"
         found[f"twice-{size}"] = config
         found[f"twice-last-{size}"] = replace(config, evict_last=True)
-    unique: dict[NormConfig, str] = {}
-    for name, config in found.items():
-        if not config.objections(spec, smem_bytes):
-            unique.setdefault(config, name)
-    return {name: config for config, name in unique.items()}
+    return distinct({name: one for name, one in found.items() if not one.objections(spec, smem_bytes)})

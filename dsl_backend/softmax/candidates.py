@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dsl_backend.rows import MAX_CLUSTER, WARP, ceil_div, ctas_per_sm
+from dsl_backend.rows import MAX_CLUSTER, WARP, ceil_div, ctas_per_sm, distinct
 from dsl_backend.softmax.configs import MAX_THREADS, SoftmaxConfig, default_config, widest_vector
 from dsl_backend.softmax.spec import SoftmaxSpec
 
@@ -116,11 +116,7 @@ def named(spec: SoftmaxSpec, smem_bytes: int) -> dict[str, SoftmaxConfig]:
     }
     for config in (*warps(spec), *ranked(spec, smem_bytes)):
         found[name_of(config)] = predicated(config, spec)
-    unique: dict[SoftmaxConfig, str] = {}
-    for name, config in found.items():
-        if not config.objections(spec, smem_bytes):
-            unique.setdefault(config, name)
-    return {name: config for config, name in unique.items()}
+    return distinct({name: one for name, one in found.items() if not one.objections(spec, smem_bytes)})
 
 
 def name_of(config: SoftmaxConfig) -> str:

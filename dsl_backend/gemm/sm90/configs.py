@@ -117,8 +117,40 @@ class GemmConfig(ConsumerTiles):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwapABConfig(ConsumerTiles):
-    """The persistent GEMM with swapped operands: weights are wgmma's M, rows of x (tokens) its N.
+class SwappedTiles(ConsumerTiles):
+    """Tiles with swapped operands: weights are wgmma's M, rows of x (tokens) its N.
+
+    Attributes:
+        tokens: rows of x.
+    """
+
+    tokens: int
+
+    @property
+    def swaps_operands(self) -> bool:
+        return True
+
+    @property
+    def tile_m(self) -> int:
+        return self.tokens
+
+    @property
+    def mma_rows(self) -> int:
+        return 2 * self.box_n
+
+    @property
+    def mma_columns(self) -> int:
+        return self.tokens
+
+    @property
+    def epi_tokens(self) -> int:
+        """Tokens that are stored at once: up to 64, and a part of the tile's without remainder."""
+        return max(tokens for tokens in range(8, 65, 8) if self.tokens % tokens == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapABConfig(SwappedTiles):
+    """The persistent GEMM with swapped operands.
 
     A tile may have any multiple of 16 tokens, so that it fits their number: 320 are two tiles of 160, where a sixth of
     three tiles of 128 rows is padding. In a box of weights, 8 gate rows and the up rows of the same columns alternate.
@@ -138,22 +170,6 @@ class SwapABConfig(ConsumerTiles):
         return ceil_div(rows, self.tokens - TAIL_ROWS) > tiles if self.tokens > TAIL_ROWS else True
 
     @property
-    def swaps_operands(self) -> bool:
-        return True
-
-    @property
-    def tile_m(self) -> int:
-        return self.tokens
-
-    @property
-    def mma_rows(self) -> int:
-        return 2 * self.box_n
-
-    @property
-    def mma_columns(self) -> int:
-        return self.tokens
-
-    @property
     def consumers(self) -> int:
         return 3 if not self.pingpong and self.mma_rows % (CONSUMERS * MMA_M) else CONSUMERS
 
@@ -168,11 +184,6 @@ class SwapABConfig(ConsumerTiles):
     @property
     def spare_registers(self) -> int:
         return SPARE_OF_SWAPPED if self.consumers == CONSUMERS else SPARE_OF_3
-
-    @property
-    def epi_tokens(self) -> int:
-        """Tokens that are stored at once: up to 64, and a part of the tile's without remainder."""
-        return max(tokens for tokens in range(8, 65, 8) if self.tokens % tokens == 0)
 
     def epilogue_elements(self, parts: int) -> int:
         """For each 64 rows of a consumer a buffer of their columns."""

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.cost import GEMM, SM90_RATES, max_ctas
 from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP, ceil_div
-from dsl_backend.gemm.sm90.configs import MMA_M, ConsumerTiles, SmallMConfig
+from dsl_backend.gemm.sm90.configs import MMA_M, SmallMConfig, SwappedTiles
 from dsl_backend.gemm.weight_only import MOST_ROWS, WeightOnlyGemmSpec
 from dsl_backend.quant.weight_only import TILE_COLUMNS, WeightOnlyFormat
 from dsl_backend.runtime.target import Target
@@ -56,7 +56,7 @@ class WeightOnlyConfig(SmallMConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightOnlyGemmConfig(ConsumerTiles):
+class WeightOnlyGemmConfig(SwappedTiles):
     """The persistent GEMM of weights of 4 or 8 bits: two consumers of 64 rows of weights each. A stage has 64 columns.
 
     Attributes:
@@ -67,30 +67,9 @@ class WeightOnlyGemmConfig(ConsumerTiles):
     box_n: int = MMA_M
 
     @property
-    def swaps_operands(self) -> bool:
-        return True
-
-    @property
-    def tile_m(self) -> int:
-        return self.tokens
-
-    @property
-    def mma_rows(self) -> int:
-        return 2 * self.box_n
-
-    @property
-    def mma_columns(self) -> int:
-        return self.tokens
-
-    @property
     def accumulators(self) -> int:
         """Registers of a consumer's thread: sums, those of a packed tile, and its unpacked weights."""
         return 2 * super().accumulators + MMA_M * TILE_COLUMNS // 2 // WARPGROUP
-
-    @property
-    def epi_tokens(self) -> int:
-        """Tokens that are stored at once: up to 64, and a part of the tile's without remainder."""
-        return max(tokens for tokens in range(8, 65, 8) if self.tokens % tokens == 0)
 
     def epilogue_elements(self, parts: int) -> int:
         """A buffer for each consumer."""
