@@ -430,13 +430,16 @@ def norm_kernels(arch: str) -> Iterator[Made]:
     from dsl_backend.norm.configs import default_config
     from dsl_backend.norm.cute import host
     from dsl_backend.norm.spec import NormSpec, Scaling
+    from dsl_backend.quant.format import GROUP
     from dsl_backend.runtime.target import from_arch
 
     dtype = torch.bfloat16
     plain: dict[str, Any] = {"dtype": dtype, "out_dtype": dtype, "weight_dtype": dtype, "vector": 8}
     quantized = {"residual": True, "out_dtype": torch.float8_e4m3fn, "scaling": Scaling.TOKEN}
     for width in (128, 7168, *NORM_WIDTHS):
-        for facts in ({}, {"residual": True}, quantized):
+        # A row of one group has one scale.
+        by_group = [] if width == GROUP else [quantized | {"scaling": Scaling.GROUP}]
+        for facts in ({}, {"residual": True}, quantized, *by_group):
             spec = NormSpec(**{**plain, **facts, "width": width})
             yield Made(default_config(spec), partial(host.build, host.key_of(spec), from_arch(arch)))
 

@@ -9,6 +9,8 @@ from dsl_backend.norm import launch
 from dsl_backend.norm import reference as eager
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
 from dsl_backend.providers import Limits
+from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.reference import column_major
 
 from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
@@ -76,15 +78,19 @@ def layer_of(problem: Problem, device: torch.device, generator: torch.Generator 
     def empty(dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    token, tensor = (problem.scaling is kind for kind in (Scaling.TOKEN, Scaling.TENSOR))
+    scale_out = None
+    if problem.scaling is Scaling.TOKEN:
+        scale_out = torch.empty(problem.rows, 1, device=device)
+    elif problem.scaling is Scaling.GROUP:
+        scale_out = column_major(problem.rows, problem.width // GROUP, torch.float32, device)
     return NormTensors(
         x=normal(),
         residual=normal() if problem.residual else None,
         weight=torch.empty(problem.width, dtype=problem.dtype, device=device).normal_(1, 0.1, generator=generator),
-        scale=torch.full((1,), 0.01, device=device) if tensor else None,
+        scale=torch.full((1,), 0.01, device=device) if problem.scaling is Scaling.TENSOR else None,
         out=empty(problem.out_dtype),
         residual_out=empty(problem.dtype) if problem.residual else None,
-        scale_out=torch.empty(problem.rows, 1, device=device) if token else None,
+        scale_out=scale_out,
     )
 
 

@@ -8,6 +8,8 @@ import torch
 from dsl_backend.norm import api, dispatch
 from dsl_backend.norm.spec import FP8, FP8_MAX, MIN_SCALE, NormTensors, Scaling
 from dsl_backend.providers import Launch, Run, provider
+from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.reference import LEAST_OF_GROUP
 from dsl_backend.runtime import target as targets
 
 from ..columns import missing, needs_gpu, reasons
@@ -119,7 +121,9 @@ def vllm(problem: Problem, inputs: Inputs) -> Launch | Run:
 
     def launch(layer: NormTensors) -> torch.Tensor:
         x, residual, weight, scale, out, _, scale_out = layer
-        if scale_out is not None:
+        if problem.scaling is Scaling.GROUP:
+            ops.rms_norm_per_block_quant(out, x, weight, scale_out, EPS, None, residual, GROUP, True)
+        elif scale_out is not None:
             ops.rms_norm_dynamic_per_token_quant(out, x, weight, scale_out, EPS, None, residual)
         elif scale is not None and residual is not None:
             ops.fused_add_rms_norm_static_fp8_quant(out, x, residual, weight, scale, EPS)
@@ -173,6 +177,10 @@ def eager(problem: Problem, inputs: Inputs) -> Run:
         if layer.scale_out is None:
             return y
         wide = y.float()
+        if problem.scaling is Scaling.GROUP:
+            groups = wide.unflatten(-1, (-1, GROUP))
+            layer.scale_out.copy_(groups.abs().amax(-1).clamp(min=LEAST_OF_GROUP) / FP8_MAX)
+            return (groups / layer.scale_out.unsqueeze(-1)).flatten(-2).to(FP8)
         torch.clamp(wide.abs().amax(-1, keepdim=True) / FP8_MAX, min=MIN_SCALE, out=layer.scale_out)
         return (wide / layer.scale_out).to(FP8)
 
@@ -195,6 +203,11 @@ def compiled(problem: Problem, inputs: Inputs) -> Run:
         kept = () if residual is None else (z,)
         if scale is not None:
             return (y * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), *kept
+        if problem.scaling is Scaling.GROUP:
+            groups = y.unflatten(-1, (-1, GROUP))
+            found = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_OF_GROUP) / FP8_MAX
+            scaled = (groups * found.reciprocal()).clamp(-FP8_MAX, FP8_MAX).flatten(-2).to(FP8)
+            return scaled, found.squeeze(-1).t().contiguous(), *kept
         if problem.scaling is Scaling.TOKEN:
             found = (y.abs().amax(-1, keepdim=True) / FP8_MAX).clamp(min=MIN_SCALE)
             return (y * found.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8), found, *kept

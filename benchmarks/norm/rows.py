@@ -26,7 +26,11 @@ def cases() -> list[Case[Problem]]:
     found += [case(Problem(rows=4 * K, width=width), "wide", "width") for width in WIDE]
     # Norms of heads.
     found += [case(Problem(rows=64 * K, width=width), "narrow", "width") for width in NARROW]
-    for group, scaling in (("fp8", Scaling.TOKEN), ("fp8-tensor", Scaling.TENSOR)):
+    for group, scaling in (
+        ("fp8", Scaling.TOKEN),
+        ("fp8-tensor", Scaling.TENSOR),
+        ("fp8-group", Scaling.GROUP),
+    ):
         found += [case(Problem(rows=m, width=n, residual=True, scaling=scaling), group) for m, n in MAIN]
     found += [
         case(Problem(rows=rows, width=width, dtype=torch.float32, residual=True), "f32") for rows, width in MAIN[2:]

@@ -11,7 +11,8 @@ The arithmetic is float32, with these rounding points:
    the call gives the bits of an addition followed by an RMSNorm.
 2. y = z * (weight + weight_offset) * rsqrt(mean(z^2) + eps), not rounded on the way.
 3. out = y, rounded once to its dtype. For float8_e4m3fn, y is multiplied by the reciprocal of the scale first, and
-   saturates at 448. A computed scale is max|y| / 448 of the row, and at least 1 / (448 * 512).
+   saturates at 448. A computed scale is max|y| / 448 of the row, and at least 1 / (448 * 512); of 128 columns of a
+   row, and at least 1e-10 / 448.
 
 The reciprocals are float32. A row with NaN becomes NaN, and so does its computed scale. Where the sum of squares
 overflows float32, a row becomes 0, except for the elements that are infinite themselves or times their weight: these
@@ -58,7 +59,9 @@ def rms_norm(
         weight_offset: added to the weight; 1 for Gemma.
         out_dtype: of a new output; x's by default.
         scale: float32, one element on x's device: the scale of an output in float8_e4m3fn.
-        scale_out: float32 [rows] or [rows, 1] contiguous: receives a scale for each row instead.
+        scale_out: float32 [rows] or [rows, 1] contiguous: receives a scale for each row instead. [rows, width / 128]
+            with any strides, two groups or more: a scale for each 128 columns of a row, as DeepSeek's linear layers
+            need their input.
         kernel: a name from the dispatch table; no other kernel is used. By default the best that serves.
 
     Raises:

@@ -4,7 +4,8 @@
 from dataclasses import dataclass, replace
 
 from dsl_backend.norm.spec import NormSpec, Scaling
-from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, RowConfig, ceil_div, ctas_per_sm, power_of_2
+from dsl_backend.quant.format import GROUP
+from dsl_backend.rows import ACCESS_BYTES, MAX_CLUSTER, WARP, RowConfig, ceil_div, ctas_per_sm, power_of_2
 
 # The threads of a row load at least 128 adjacent bytes at a time, where the row is as long.
 COALESCED_VECTORS = 8
@@ -48,6 +49,12 @@ class NormConfig(RowConfig):
             registers=self.registers(spec),
             smem_bytes=smem_bytes,
         )
+        lanes = lanes_of_group(self.vector)
+        if spec.scaling is Scaling.GROUP and (lanes > WARP or self.threads_per_row % lanes):
+            reasons.append(
+                f"{self.threads_per_row} threads of a row, {self.vector} elements each: {lanes} lanes of one warp have "
+                f"the {GROUP} columns of a scale"
+            )
         if self.tile_elements < spec.width:
             reasons.append(f"holds {self.tile_elements} elements of {spec.width}")
         if self.reread and (spec.residual or spec.scaling is Scaling.TOKEN):
@@ -57,6 +64,11 @@ class NormConfig(RowConfig):
             size = self.vector * spec.dtype.itemsize
             reasons.append(f"priorities of loads of {size} bytes: {ACCESS_BYTES} are needed")
         return reasons
+
+
+def lanes_of_group(vector: int) -> int:
+    """Neighbouring threads whose vectors are the columns of one scale; more than a warp's where accesses are narrow."""
+    return GROUP // vector
 
 
 def widest_vector(spec: NormSpec) -> int:
@@ -79,6 +91,8 @@ def default_config(spec: NormSpec) -> NormConfig:
     count = spec.width // vector
     threads = max(power_of_2(min(count, COALESCED_VECTORS)), power_of_2(ceil_div(spec.width, DEFAULT_ELEMENTS)))
     alone = spec.residual and spec.width <= MAX_THREADS * DEFAULT_ELEMENTS
+    if spec.scaling is Scaling.GROUP:
+        threads = max(threads, lanes_of_group(vector))
     threads = min(threads, power_of_2(count), MAX_THREADS if alone else USUAL_THREADS)
     cluster = 1
     while cluster < MAX_CLUSTER and spec.width > threads * cluster * DEFAULT_ELEMENTS:

@@ -11,6 +11,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.norm import dispatch
 from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
+from dsl_backend.quant.format import GROUP
 from dsl_backend.rows import DTYPES, check_like, check_rows, common_vector, with_expected_strides
 from dsl_backend.runtime import target as targets
 
@@ -50,7 +51,29 @@ def check(tensors: NormTensors) -> None:
     for name, tensor, count, what in (("scale", scale, 1, "element"), ("scale_out", scale_out, len(x), "rows")):
         if tensor is not None:
             require(out.dtype == FP8, f"{name} is given and out is {short(out.dtype)}: float8_e4m3fn is needed")
-            check_vector(name, tensor, x, (torch.float32,), count, what)
+            if name == "scale_out" and is_by_group(tensor):
+                check_groups(tensor, x)
+            else:
+                check_vector(name, tensor, x, (torch.float32,), count, what)
+
+
+def is_by_group(scale_out: torch.Tensor | None) -> bool:
+    """Whether computed scales are those of groups of columns: [rows, 1] is one for each row."""
+    return isinstance(scale_out, torch.Tensor) and scale_out.dim() == 2 and scale_out.shape[1] > 1
+
+
+def check_groups(scale_out: torch.Tensor, x: torch.Tensor) -> None:
+    """Raise InvalidInput where scales of groups of columns do not match x."""
+    rows, width = x.shape
+    require(
+        tuple(scale_out.shape) == (rows, width // GROUP) and width % GROUP == 0,
+        f"scale_out has shape {tuple(scale_out.shape)}: rows {rows}, or for each {GROUP} of {width} columns "
+        f"[{rows}, {width // GROUP}], is needed",
+    )
+    require(scale_out.dtype == torch.float32, f"scale_out is {short(scale_out.dtype)}: float32 is needed")
+    require(scale_out.device == x.device, f"scale_out is on {scale_out.device}, x on {x.device}")
+    checks.apart("scale_out", scale_out)
+    checks.no_gradient("scale_out", scale_out)
 
 
 def check_vector(
@@ -78,6 +101,8 @@ def spec_of(tensors: NormTensors, weight_offset: float) -> NormSpec:
         while weight.data_ptr() // weight.element_size() % vector:
             vector //= 2
     scaling = Scaling.TENSOR if tensors.scale is not None else Scaling.NONE
+    if tensors.scale_out is not None:
+        scaling = Scaling.GROUP if is_by_group(tensors.scale_out) else Scaling.TOKEN
     return NormSpec(
         width=x.shape[1],
         dtype=x.dtype,
@@ -85,7 +110,7 @@ def spec_of(tensors: NormTensors, weight_offset: float) -> NormSpec:
         weight_dtype=None if weight is None else weight.dtype,
         residual=tensors.residual is not None,
         weight_offset=float(weight_offset),
-        scaling=Scaling.TOKEN if tensors.scale_out is not None else scaling,
+        scaling=scaling,
         vector=vector,
     )
 
@@ -106,7 +131,7 @@ def prepared(tensors: NormTensors) -> NormTensors:
         scale=flat(tensors.scale),
         out=with_expected_strides(tensors.out),
         residual_out=rows(tensors.residual_out),
-        scale_out=flat(tensors.scale_out),
+        scale_out=tensors.scale_out if is_by_group(tensors.scale_out) else flat(tensors.scale_out),
     )
 
 

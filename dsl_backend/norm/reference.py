@@ -8,6 +8,8 @@ import torch
 
 from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, FP8_MAX, MIN_SCALE, NormSpec, NormTensors, Scaling
+from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.reference import LEAST_OF_GROUP
 from dsl_backend.runtime.target import Target
 
 
@@ -17,7 +19,7 @@ class Normalised(NamedTuple):
     Attributes:
         residual_out: x + residual, rounded to x's dtype; x itself without a residual.
         values: [rows, width], divided by the scale where there is one.
-        scale_out: [rows]; None where scales are given or there are none.
+        scale_out: [rows] or [rows, groups]; None where scales are given or there are none.
     """
 
     residual_out: torch.Tensor
@@ -46,6 +48,10 @@ def exact(tensors: NormTensors, spec: NormSpec, eps: float, dtype: torch.dtype =
     elif spec.scaling is Scaling.TOKEN:
         scale_out = (values.abs().amax(-1) / FP8_MAX).clamp(min=MIN_SCALE)
         values = values * scale_out.unsqueeze(-1).reciprocal()
+    elif spec.scaling is Scaling.GROUP:
+        groups = values.unflatten(-1, (-1, GROUP))
+        scale_out = groups.abs().amax(-1).clamp(min=LEAST_OF_GROUP) / FP8_MAX
+        values = (groups * scale_out.unsqueeze(-1).reciprocal()).flatten(-2)
     return Normalised(row, values, scale_out)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.checks import require, short
+from dsl_backend.quant.format import GROUP
 from dsl_backend.rows import DTYPES, check_shape
 
 FP8 = torch.float8_e4m3fn
@@ -23,6 +24,7 @@ class Scaling(enum.Enum):
     NONE = "none"
     TENSOR = "tensor"  # given, one for all rows
     TOKEN = "token"  # computed, one for each row
+    GROUP = "group"  # computed, one for each 128 columns of a row
 
 
 class NormTensors(NamedTuple):
@@ -35,7 +37,7 @@ class NormTensors(NamedTuple):
         scale: float32, one element.
         out: the output.
         residual_out: receives x + residual; may be residual or x.
-        scale_out: float32 [rows].
+        scale_out: float32 [rows], or [rows, groups of 128 columns] with any strides.
     """
 
     x: torch.Tensor
@@ -88,6 +90,10 @@ class NormSpec:
             (self.out_dtype == FP8) == (self.scaling is not Scaling.NONE),
             f"out_dtype is {short(self.out_dtype)} with scaling {self.scaling.value}: outputs in float8_e4m3fn have a "
             "scale, others have none",
+        )
+        require(
+            self.scaling is not Scaling.GROUP or self.width % GROUP == 0,
+            f"width is {self.width} with scales of {GROUP} columns: a multiple of {GROUP} is needed",
         )
         check_shape(self.width, self.vector)
 

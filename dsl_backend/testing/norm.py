@@ -10,6 +10,7 @@ import torch
 from dsl_backend.norm import api, launch, reference
 from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
+from dsl_backend.quant.format import GROUP
 from dsl_backend.rows import ceil_div
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_rounded_once
@@ -104,9 +105,18 @@ def tensors(case: NormCase, device: torch.device | str = "cpu") -> NormTensors:
         scale=torch.tensor([0.037]) if case.scaling is Scaling.TENSOR else None,
         out=x if case.in_place else matrix(case, None, case.to, case.pad_out, 0),
         residual_out=residual if case.in_place or residual is None else matrix(case, None, case.dtype, case.pad_out, 0),
-        scale_out=torch.full((case.rows,), SENTINEL) if case.scaling is Scaling.TOKEN else None,
+        scale_out=scales_of(case),
     )
     return on_device(found, device)
+
+
+def scales_of(case: NormCase) -> torch.Tensor | None:
+    """What receives computed scales: sentinels. Those of groups are column-major, with a gap between columns."""
+    if case.scaling is Scaling.TOKEN:
+        return torch.full((case.rows,), SENTINEL)
+    if case.scaling is Scaling.GROUP:
+        return torch.full((case.width // GROUP, case.rows + 3), SENTINEL).t()[: case.rows]
+    return None
 
 
 def on_device(found: NormTensors, device: torch.device | str) -> NormTensors:
@@ -169,13 +179,13 @@ def judge(case: NormCase, before: NormTensors, after: NormTensors, *, truncated:
     values, values_single = exact.values, single.values.double()
     overflows = exact.residual_out.float().square().sum(-1).isinf()
     if after.scale_out is not None and exact.scale_out is not None and single.scale_out is not None:
-        scales = torch.where(overflows, single.scale_out.double(), exact.scale_out).unsqueeze(1)
-        assert_rounded_once(
-            after.scale_out.unsqueeze(1), scales, single.scale_out.unsqueeze(1), what=f"{case.id}: scale_out"
-        )
+        computed = (after.scale_out, exact.scale_out, single.scale_out)
+        found, right, rough = (one.reshape(case.rows, -1) for one in computed)
+        scales = torch.where(overflows.unsqueeze(1), rough.double(), right)
+        assert_rounded_once(found, scales, rough, what=f"{case.id}: scale_out")
         # The output fits the scale that was written.
-        ratio = exact.scale_out / after.scale_out.double()
-        values = torch.where(overflows.unsqueeze(1), values, values * ratio.unsqueeze(1))
+        ratio = (right / found.double()).repeat_interleave(case.width // right.shape[1], 1)
+        values = torch.where(overflows.unsqueeze(1), values, values * ratio)
     # What float32 makes of squares that overflow is defined.
     values = torch.where(overflows.unsqueeze(1), values_single, values)
     assert_rounded_once(after.out, values, values_single, truncated=truncated, what=case.id)
@@ -232,7 +242,7 @@ def spec_of(case: NormCase, given: NormTensors) -> NormSpec:
     return launch.spec_of(launch.prepared(given), case.weight_offset)
 
 
-TOKEN, TENSOR = Scaling.TOKEN, Scaling.TENSOR
+TOKEN, TENSOR, BY_GROUP = Scaling.TOKEN, Scaling.TENSOR, Scaling.GROUP
 CASES = [
     # --- levels, at the widths that the defaults give them ---
     NormCase(id="thread", rows=130, width=1, why="a thread for each row, one element; a second CTA with few rows"),
@@ -323,6 +333,26 @@ CASES = [
     NormCase(id="e4m3-pairs", rows=3, width=66, scaling=TENSOR, pad=2, pad_out=2, why="two bytes stored"),
     NormCase(id="e4m3-gemma", rows=2, width=2048, scaling=TOKEN, weight_offset=1.0, no_weight=False, why="all of it"),
     NormCase(id="e4m3-bare", rows=2, width=512, scaling=TOKEN, no_weight=True, why="a scale of the row itself"),
+    NormCase(id="e4m3-groups", rows=9, width=640, scaling=BY_GROUP, residual=True, in_place=False, why="DeepSeek's"),
+    NormCase(id="e4m3-groups-f32", rows=3, width=256, dtype=F32, scaling=BY_GROUP, why="a group is a whole warp"),
+    NormCase(
+        id="e4m3-groups-cluster",
+        rows=2,
+        width=2048,
+        scaling=BY_GROUP,
+        weight_offset=1.0,
+        config=spread(2048, 4, 32, vector=8, vectors_per_thread=2),
+        why="a cluster; half a warp has a group",
+    ),
+    NormCase(
+        id="e4m3-groups-reread",
+        rows=3,
+        width=768,
+        scaling=BY_GROUP,
+        no_weight=True,
+        config=spread(768, 1, 64, vector=8, vectors_per_thread=2, reread=True, use_pdl=True),
+        why="a second read; warps without a column",
+    ),
     # --- memory ---
     NormCase(id="strides", rows=5, width=96, pad=8, pad_out=24, residual=True, why="rows apart, aligned"),
     NormCase(id="odd-strides", rows=5, width=96, pad=3, pad_out=1, residual=True, why="rows apart, not aligned"),
@@ -331,6 +361,7 @@ CASES = [
     NormCase(id="special", rows=16, width=70, special=True, why="NaN, infinities, zeros, squares that overflow"),
     NormCase(id="special-f32", rows=9, width=70, dtype=F32, residual=True, special=True, why="the same of float32"),
     NormCase(id="special-token", rows=9, width=70, scaling=TOKEN, special=True, why="scales of such rows"),
+    NormCase(id="special-groups", rows=9, width=384, scaling=BY_GROUP, special=True, why="NaN of one group of a row"),
     NormCase(id="special-tensor", rows=9, width=70, scaling=TENSOR, special=True, why="a scale beside them"),
     NormCase(
         id="special-cluster",
@@ -347,6 +378,7 @@ CASES = [
 WIDE = (
     NormCase(id="held-most", rows=2, width=16384, residual=True, scaling=TOKEN, why="the widest that Triton holds"),
     NormCase(id="looped", rows=2, width=16384 + 9, residual=True, in_place=True, why="its loop, ragged, in place"),
+    NormCase(id="looped-groups", rows=3, width=20096, scaling=BY_GROUP, why="groups across its tiles"),
     NormCase(id="looped-token", rows=9, width=20000, scaling=TOKEN, special=True, why="states across its tiles"),
     NormCase(id="widest", rows=1, width=300001, why="near what the registers of a cluster hold, and odd"),
     NormCase(
@@ -361,18 +393,21 @@ def random_case(seed: int, widest: int = 700) -> NormCase:
     dtype, out_dtype, weight_dtype = (draw.choice((F32, F16, BF16)) for _ in range(3))
     width = draw.choice((draw.randint(1, 40), draw.randint(1, widest), 8 * draw.randint(1, widest // 7)))
     scaling = draw.choice((Scaling.NONE, Scaling.NONE, TENSOR, TOKEN))
+    if scaling is TOKEN and width > 2 * GROUP and draw.random() < 0.5:
+        # Rows are aligned then, and the configuration is the default.
+        scaling, width = BY_GROUP, width // GROUP * GROUP
     residual, no_weight = draw.random() < 0.6, draw.random() < 0.15
     in_place = scaling is Scaling.NONE and draw.random() < 0.4
     config = None
     # A vector divides the width and whatever the strides turn out to be: with a config of its own rows are not padded.
-    if draw.random() < 0.6 and width % 2 == 0:
+    if draw.random() < 0.6 and width % 2 == 0 and scaling is not BY_GROUP:
         cluster = draw.choice((1, 1, 2, 4))
         threads = draw.choice((32, 64, 128)) if cluster > 1 else draw.choice((2, 8, 16, 32, 64))
         beside = 1 if cluster > 1 else max(1, 32 // threads) * draw.choice((1, 2))
         config = spread(width, cluster, threads, beside, use_pdl=draw.random() < 0.5)
         if config.vectors_per_thread > 16:
             config = None
-    padded = config is None and draw.random() < 0.4
+    padded = config is None and scaling is not BY_GROUP and draw.random() < 0.4
     return NormCase(
         id=f"fuzz-{seed}",
         why="unforeseen combinations",

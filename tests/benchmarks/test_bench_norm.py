@@ -66,7 +66,7 @@ def judge(operator: Any, inputs: Inputs, layer: int, result: torch.Tensor, probl
 @pytest.mark.parametrize("scaling", list(Scaling))
 def test_torch_agrees_with_the_oracle(scaling: Scaling) -> None:
     """The eager peer and the reference kernel are two implementations of one definition."""
-    problem = Problem(rows=200, width=64, residual=True, scaling=scaling)
+    problem = Problem(rows=200, width=256, residual=True, scaling=scaling)
     operator, inputs = benchmarks.operators()["norm"], build(problem, 2, CPU, 0)
     assert {0, 199} <= set(reference(problem, inputs, 1).rows.tolist())
     for name in ("torch", "dsl:reference"):

@@ -133,6 +133,7 @@ def test_single_columns_and_rows_of_any_stride() -> None:
 
 
 X, W = torch.zeros(2, 3), torch.zeros(3)
+WIDE_X = torch.zeros(2, 256)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,19 @@ X, W = torch.zeros(2, 3), torch.zeros(3)
         (X, {"out_dtype": FP8, "scale": torch.ones(2)}, r"scale has shape \(2,\): element 1 is needed"),
         (X, {"out_dtype": FP8, "scale_out": torch.ones(3)}, r"scale_out has shape \(3,\): rows 2 is needed"),
         (X, {"out_dtype": FP8, "scale_out": torch.ones(2, dtype=F16)}, "scale_out is float16: one of float32"),
+        (
+            X,
+            {"out_dtype": FP8, "scale_out": torch.ones(2, 2)},
+            r"scale_out has shape \(2, 2\): rows 2, or for each 128",
+        ),
+        (WIDE_X, {"out_dtype": FP8, "scale_out": torch.ones(2, 3)}, r"of 256 columns \[2, 2\], is needed"),
+        (
+            WIDE_X,
+            {"out_dtype": FP8, "scale_out": torch.ones(2, 2, dtype=F16)},
+            "scale_out is float16: float32 is needed",
+        ),
+        (WIDE_X, {"out_dtype": FP8, "scale_out": torch.ones(1, 2).expand(2, 2)}, "scale_out"),
+        (WIDE_X, {"scale_out": torch.ones(2, 2)}, "scale_out is given and out is float32: float8_e4m3fn is needed"),
         (X, {"kernel": ["cute"]}, r"kernel is \['cute'\]: a name from the dispatch table or None"),
         (X, {"kernel": "fast"}, "no kernel 'fast': choose one of cute, triton, reference"),
     ],
@@ -185,6 +199,7 @@ def test_what_is_refused(x: torch.Tensor, options: dict, message: str) -> None:
         ({"dtype": torch.int8}, "dtype is int8: one of float32, float16, bfloat16 is needed"),
         ({"out_dtype": FP8}, "out_dtype is float8_e4m3fn with scaling none: outputs in float8_e4m3fn have a scale"),
         ({"scaling": Scaling.TOKEN}, "out_dtype is float32 with scaling token"),
+        ({"scaling": Scaling.GROUP, "out_dtype": FP8}, "with scales of 128 columns: a multiple of 128 is needed"),
         ({"weight_offset": 1.0}, "weight_offset is 1 and there is no weight"),
         ({"vector": 3}, "vector 3 is not 1, 2, 4 or 8"),
     ],

@@ -24,6 +24,8 @@ ROWS = replace(BY_ID["head"], rows=7, width=62)
 WARPS = replace(ROWS, rows=2, width=250, config=spread(250, 1, 64))
 REREAD = replace(BY_ID["reread"], rows=2)
 CLUSTER = replace(BY_ID["cluster-4-token"], rows=5)
+GROUPS = replace(BY_ID["e4m3-groups"], rows=3)
+SPECIAL_GROUPS = BY_ID["special-groups"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ IN_KERNEL = (
         REREAD,
     ),
     ("no weight again", 'first < width, "", i, rW)', 'first < 0, "", i, rW)', REREAD),
+    ("a scale of half a group", "lanes_of_group(self.vector))", "lanes_of_group(self.vector) // 2)", GROUPS),
+    (
+        "a scale at another group's place",
+        "column // GROUP] = scale",
+        "column // GROUP // 2] = scale",
+        GROUPS,
+    ),
+    (
+        "a NaN that a group hides",
+        "absolute(value) for value in elements(values)], math.fmax_nan)",
+        "absolute(value) for value in elements(values)], cute.arch.fmax)",
+        SPECIAL_GROUPS,
+    ),
     ("a weight without offset", "weight + self.weight_offset if", "weight if", replace(ROWS, weight_offset=1.0)),
 )
 IN_REDUCE = (
@@ -83,7 +98,7 @@ def run(case: NormCase, made: Callable[..., object]) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("case", [ROWS, WARPS, CLUSTER, REREAD], ids=["rows", "warps", "cluster", "reread"])
+@pytest.mark.parametrize("case", [ROWS, WARPS, CLUSTER, REREAD, GROUPS, SPECIAL_GROUPS], ids=lambda case: case.id)
 def test_right_without_a_mistake(case: NormCase) -> None:
     run(case, kernel.RMSNorm)
 

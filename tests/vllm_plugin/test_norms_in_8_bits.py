@@ -111,12 +111,12 @@ def inputs(rows: int = 37) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled.x_of(rows), scaled.x_of(rows).flip(0)
 
 
-@pytest.mark.parametrize("scheme", ["channels", "static"])
+@pytest.mark.parametrize("scheme", ["channels", "static", "blocks"])
 def test_results_are_as_with_a_launch_of_its_own(caplog: Any, scheme: str) -> None:
     """One rounding to 16 bits less: beside float64 the error is no larger than that of vLLM's norms."""
     ours, theirs = Layer(scheme), Layer(scheme)
     (line,) = said(caplog, model_of(ours))
-    scale = "token" if scheme == "channels" else "tensor"
+    scale = {"channels": "token", "static": "tensor", "blocks": "group"}[scheme]
     assert line.startswith(
         f"dsl serves 2 norms, RMSNorm of {K} bfloat16 to float8_e4m3fn, with residual, scale by {scale}, on cpu"
     )
@@ -136,9 +136,10 @@ def test_results_are_as_with_a_launch_of_its_own(caplog: Any, scheme: str) -> No
             assert scaled.error(mine, right) < 0.1
 
 
-def test_nothing_quantises_behind_them(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["channels", "blocks"])
+def test_nothing_quantises_behind_them(caplog: Any, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """The projections get 8 bits: their own quantisation is not called."""
-    layer = Layer("channels")
+    layer = Layer(scheme)
     said(caplog, model_of(layer))
     scaled.processed(layer)
     given: list[Any] = []
@@ -166,8 +167,9 @@ def test_a_scale_that_is_written_later_is_used(caplog: Any) -> None:
     assert torch.equal(before[inside & (before.abs() > 1)], 2 * halved.values.float()[inside & (before.abs() > 1)])
 
 
-def test_torch_compile_sees_one_node(caplog: Any) -> None:
-    layer = Layer("channels")
+@pytest.mark.parametrize("scheme", ["channels", "blocks"])
+def test_torch_compile_sees_one_node(caplog: Any, scheme: str) -> None:
+    layer = Layer(scheme)
     said(caplog, model_of(layer))
     scaled.processed(layer)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -179,7 +181,6 @@ def test_torch_compile_sees_one_node(caplog: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "reasons"),
     [
-        (lambda: Layer("blocks"), {"no norm quantises to e4m3": 2}),
         (lambda: Layer("dynamic"), {"no norm quantises to e4m3": 2}),
         (lambda: Layer("channels", Shaped), {"Shaped does more with it than one product": 2}),
         (lambda: Kept("channels"), {"Kept does not just hand": 2}),

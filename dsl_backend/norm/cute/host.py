@@ -50,6 +50,11 @@ def fake_args(key: NormKey) -> tuple[Any, ...]:
     weight = None
     if key.weight_dtype is not None:
         weight = vector_of(key.weight_dtype, width, vector * NUMERIC[key.weight_dtype].width // 8)
+    groups = (cute.sym_int(), (cute.sym_int64(), cute.sym_int64()))
+    scales = {
+        Scaling.TOKEN: vector_of("float32", rows, 4),
+        Scaling.GROUP: make_fake_tensor(cutlass.Float32, (rows, groups[0]), groups[1], assumed_align=4),
+    }
     tensors = NormTensors(
         x=rows_of(key.dtype),
         residual=rows_of(key.dtype) if key.residual else None,
@@ -57,7 +62,7 @@ def fake_args(key: NormKey) -> tuple[Any, ...]:
         scale=vector_of("float32", 1, 4) if key.scaling is Scaling.TENSOR else None,
         out=rows_of(key.out_dtype),
         residual_out=rows_of(key.dtype) if key.residual else None,
-        scale_out=vector_of("float32", rows, 4) if key.scaling is Scaling.TOKEN else None,
+        scale_out=scales.get(key.scaling),
     )
     return *tensors, cutlass.Float32(0.0), make_fake_stream(use_tvm_ffi_env_stream=True)
 

@@ -4,7 +4,8 @@
 A row is read once into registers; with `reread` once more, for its output. Each thread sums its squares, and these sums
 are added within a warp by shuffles, within a CTA through shared memory, and within a cluster by stores to distributed
 shared memory. A scale for each row needs no reduction of its own: max|y| is max|z * weight| times the row's factor,
-which is known afterwards, so that sum and maximum travel together.
+which is known afterwards, so that sum and maximum travel together. Neighbouring lanes of a warp have the columns of a
+group, so that a scale for each group needs shuffles alone.
 
 The same instructions serve SM90 and SM100.
 """
@@ -14,12 +15,14 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from dsl_backend.norm.configs import NormConfig
+from dsl_backend.norm.configs import NormConfig, lanes_of_group
 from dsl_backend.norm.spec import FP8_MAX, MIN_SCALE, NormTensors, Scaling
 from dsl_backend.primitives import dependent_launch, math, reduce
 from dsl_backend.primitives.copy import load_vector_as, store_vector
 from dsl_backend.primitives.fragment import elements, from_float32, to_e4m3, to_float32
 from dsl_backend.primitives.reduce import Sum, SumMax
+from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.reference import LEAST_OF_GROUP
 
 NUMERIC = {
     "float32": cutlass.Float32,
@@ -136,6 +139,12 @@ class RMSNorm:
                 if cutlass.const_expr(self.weight_dtype is not None):
                     self.load_one(args.weight, cutlass.Int64(0), first, width, first < width, "", i, rW)
             values = self.weighted(rZ, rW, i) * factor
+            if cutlass.const_expr(self.scaling is Scaling.GROUP):
+                scale = self.scale_of_group(values)
+                inverse = cutlass.Float32(1.0) / scale
+                column = first + i * self.step
+                if in_rows and self.in_columns(i, first, width) and column % GROUP == 0:
+                    args.scale_out[row, column // GROUP] = scale
             if cutlass.const_expr(self.scaling is Scaling.NONE):
                 rOut = cute.make_rmem_tensor(self.vector, self.out_dtype)
                 from_float32(values, rOut)
@@ -200,6 +209,12 @@ class RMSNorm:
         if self.scaling is not Scaling.TOKEN:
             return Sum(total)
         return SumMax(total, math.tree_max([absolute(value) for value in elements(self.weighted(rZ, rW, i))]))
+
+    def scale_of_group(self, values: cute.TensorSSA) -> cutlass.Float32:
+        """The scale of the 128 columns of which a thread has these; NaN where one of them is. All lanes call it."""
+        own = math.tree_reduce([absolute(value) for value in elements(values)], math.fmax_nan)
+        largest = cute.arch.warp_reduction(own, math.fmax_nan, threads_in_group=lanes_of_group(self.vector))
+        return math.fmax_nan(largest, LEAST_OF_GROUP) / cutlass.Float32(FP8_MAX)
 
     def weighted(self, rZ: cute.Tensor, rW, i: int) -> cute.TensorSSA:
         """Vector i times its weight, float32."""

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 
 from dsl_backend.norm.kernel import Launch
-from dsl_backend.norm.spec import FP8, NormSpec, NormTensors
+from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
+from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.reference import LEAST_OF_GROUP
 from dsl_backend.quant.triton.convert import quantize
 from dsl_backend.rows import power_of_2
 from dsl_backend.runtime.target import Target
@@ -19,6 +21,7 @@ MAX_ONE_PASS = 16 * 1024
 TWO_PASS_BLOCK = 4 * 1024
 MIN_ELEMENTS = 1024
 ELEMENTS_PER_WARP = 1024
+_GROUP, _LEAST = tl.constexpr(GROUP), tl.constexpr(LEAST_OF_GROUP)
 
 
 class Rows(NamedTuple):
@@ -35,10 +38,19 @@ class Inputs(NamedTuple):
     scale: Any
 
 
+class GroupScales(NamedTuple):
+    """Scales [rows, groups of columns]; strides in elements. None and 0 where there are none."""
+
+    ptr: Any
+    stride: Any
+    group_stride: Any
+
+
 class Outputs(NamedTuple):
     out: Rows
     residual_out: Rows
     scale_out: Any
+    group_scales: GroupScales
 
 
 class Constants(NamedTuple):
@@ -99,9 +111,26 @@ def factors(total, maximum, inputs, outputs, row, in_rows, width, eps):
 
 
 @triton.jit
-def store(values, factor, inverse, outputs, row, column, mask):
+def by_group(y, scales, row, in_rows, start, width, CONSTANTS):
+    """A tile of rows divided by the scale of each group, which is stored; NaN where the group has one."""
+    groups = tl.reshape(y, (CONSTANTS.rows, CONSTANTS.block // _GROUP, _GROUP))
+    largest = tl.max(tl.abs(groups), 2)
+    scale = tl.maximum(largest, _LEAST) / 448.0
+    scale = tl.where(tl.sum((groups != groups).to(tl.int32), 2) > 0, float("nan"), scale)
+    group = start // _GROUP + tl.arange(0, CONSTANTS.block // _GROUP)
+    at_scale = scales.ptr + (row * scales.stride)[:, None] + (group * scales.group_stride)[None, :]
+    tl.store(at_scale, scale, mask=in_rows[:, None] & (group * _GROUP < width)[None, :])
+    return tl.reshape(groups * (1.0 / scale)[:, :, None], (CONSTANTS.rows, CONSTANTS.block))
+
+
+@triton.jit
+def store(values, factor, inverse, outputs, row, in_rows, start, width, CONSTANTS):
+    column = start + tl.arange(0, CONSTANTS.block)
+    mask = in_rows[:, None] & (column < width)[None, :]
     y = values * factor[:, None]
-    if outputs.out.ptr.dtype.element_ty.primitive_bitwidth == 8:
+    if outputs.group_scales.ptr is not None:
+        y = by_group(y, outputs.group_scales, row, in_rows, start, width, CONSTANTS)
+    elif outputs.out.ptr.dtype.element_ty.primitive_bitwidth == 8:
         y = y * inverse[:, None]
     tl.store(at(outputs.out, row, column), quantize(y, outputs.out.ptr.dtype.element_ty, False), mask=mask)
 
@@ -130,7 +159,7 @@ def rms_norm_kernel(inputs, outputs, rows, width, eps, CONSTANTS):
             # Not earlier: the sum may replace the residual, which is read again here, or x, which out may replace.
             if outputs.residual_out.ptr is not None:
                 tl.store(at(outputs.residual_out, row, start + column), z, mask=mask)
-            store(values, factor, inverse, outputs, row, start + column, mask)
+            store(values, factor, inverse, outputs, row, in_rows, start, width, CONSTANTS)
     else:
         z = load_rows(inputs, source, column, width)
         mask = in_rows[:, None] & (column < width)[None, :]
@@ -139,7 +168,7 @@ def rms_norm_kernel(inputs, outputs, rows, width, eps, CONSTANTS):
         values = weighted(z, inputs, column, width, CONSTANTS.weight_offset)
         total, maximum = state_of(z, values)
         factor, inverse = factors(total, maximum, inputs, outputs, row, in_rows, width, eps)
-        store(values, factor, inverse, outputs, row, column, mask)
+        store(values, factor, inverse, outputs, row, in_rows, 0, width, CONSTANTS)
 
 
 def rows_of(tensor: torch.Tensor | None) -> Rows:
@@ -156,10 +185,13 @@ def rms_norm(tensors: NormTensors, eps: float, spec: NormSpec, target: Target) -
     out = tensors.out
     if spec.out_dtype == FP8 and not target.native_fp8:
         out = out.view(torch.uint8)
+    row_scales, group_scales = tensors.scale_out, GroupScales(None, 0, 0)
+    if spec.scaling is Scaling.GROUP and tensors.scale_out is not None:
+        row_scales, group_scales = None, GroupScales(tensors.scale_out, *tensors.scale_out.stride())
     constants = (rows_per_program, block, two_pass, spec.weight_offset)
     rms_norm_kernel[(-(-rows // rows_per_program),)](
         Inputs(rows_of(tensors.x), rows_of(tensors.residual), tensors.weight, tensors.scale),
-        Outputs(rows_of(out), rows_of(tensors.residual_out), tensors.scale_out),
+        Outputs(rows_of(out), rows_of(tensors.residual_out), row_scales, group_scales),
         rows,
         width,
         eps,

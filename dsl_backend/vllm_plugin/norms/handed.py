@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dsl_backend.norm.spec import Scaling
-from dsl_backend.quant.format import ROW_SCALED, TENSOR_SCALED
+from dsl_backend.quant.format import GROUP_SCALED, ROW_SCALED, TENSOR_SCALED
 from dsl_backend.vllm_plugin.norms.source import given_to, taken_by
 from dsl_backend.vllm_plugin.scaled_linears.find import KERNEL, holder_of
 
@@ -26,7 +26,7 @@ class HandedTo(NamedTuple):
 
     @property
     def scale(self) -> torch.Tensor | None:
-        """The one scale of all rows; None where each row has a computed one."""
+        """The one scale of all rows; None where each row has computed ones."""
         scale: torch.Tensor | None = self.consumer.input_scale.view(1) if self.scaling is Scaling.TENSOR else None
         return scale
 
@@ -89,8 +89,9 @@ def served(projection: Any) -> HandedTo | str:
         return "its scales have an upper bound"
     if getattr(projection, "requires_unquantized_input", False):
         return "the projection behind it needs its input in 16 bits"
-    if kernel.x_kind == ROW_SCALED:
-        return HandedTo(projection, Scaling.TOKEN)
+    computed = {ROW_SCALED: Scaling.TOKEN, GROUP_SCALED: Scaling.GROUP}.get(kernel.x_kind)
+    if computed is not None:
+        return HandedTo(projection, computed)
     if kernel.x_kind == TENSOR_SCALED and kernel.config.activation_quant_key.scale.static:
         return HandedTo(projection, Scaling.TENSOR)
     return f"no norm quantises to {kernel.x_kind}"

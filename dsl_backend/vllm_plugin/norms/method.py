@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from dsl_backend.norm import launch
-from dsl_backend.norm.spec import FP8, NormTensors
+from dsl_backend.norm.spec import FP8, NormTensors, Scaling
+from dsl_backend.quant.format import GROUP
+from dsl_backend.quant.reference import column_major
 from dsl_backend.runtime.op import register_op
 from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
 
@@ -39,24 +41,28 @@ def add_norm_fake(
 
 
 def norm_in_8_bits(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float, weight_offset: float
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, by_group: bool, eps: float, weight_offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(RMSNorm of x [rows, width] in e4m3, its scales), both new.
 
     Args:
-        scale: of all rows: the scales are empty then. None computes one for each row.
+        scale: of all rows: the scales are empty then. None computes one for each row, or with `by_group` for each 128
+            columns, column-major as linear layers read them.
     """
-    values, scales = norm_in_8_bits_fake(x, weight, scale, eps, weight_offset)
+    values, scales = norm_in_8_bits_fake(x, weight, scale, by_group, eps, weight_offset)
     computed = scales if scale is None else None
     launch.run(NormTensors(x, None, weight, scale, values, None, computed), eps, weight_offset, None)
     return values, scales
 
 
 def norm_in_8_bits_fake(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, eps: float, weight_offset: float
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, by_group: bool, eps: float, weight_offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
-    return x.new_empty((rows, width), dtype=FP8), x.new_empty(rows if scale is None else 0, dtype=torch.float32)
+    values = x.new_empty((rows, width), dtype=FP8)
+    if by_group:
+        return values, column_major(rows, width // GROUP, torch.float32, x.device)
+    return values, x.new_empty(rows if scale is None else 0, dtype=torch.float32)
 
 
 def add_norm_in_8_bits(
@@ -64,11 +70,12 @@ def add_norm_in_8_bits(
     residual: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
+    by_group: bool,
     eps: float,
     weight_offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `norm_in_8_bits` of x + residual, and this sum."""
-    values, scales, added = add_norm_in_8_bits_fake(x, residual, weight, scale, eps, weight_offset)
+    values, scales, added = add_norm_in_8_bits_fake(x, residual, weight, scale, by_group, eps, weight_offset)
     computed = scales if scale is None else None
     launch.run(NormTensors(x, residual, weight, scale, values, added, computed), eps, weight_offset, None)
     return values, scales, added
@@ -79,11 +86,12 @@ def add_norm_in_8_bits_fake(
     residual: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor | None,
+    by_group: bool,
     eps: float,
     weight_offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     added = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return *norm_in_8_bits_fake(x, weight, scale, eps, weight_offset), added
+    return *norm_in_8_bits_fake(x, weight, scale, by_group, eps, weight_offset), added
 
 
 NORM = register_op("norm_layer", norm, fake=norm_fake)
@@ -106,9 +114,10 @@ def forward(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) 
 
 def forward_in_8_bits(module: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
     """As `forward`, with a result that the projection behind the norm takes: `Handed`, or (`Handed`, x + residual)."""
-    width, scale = x.shape[-1], module.dsl_handed_to.scale
+    width, to = x.shape[-1], module.dsl_handed_to
+    scale, by_group = to.scale, to.scaling is Scaling.GROUP
     rows = x if x.dim() == 2 else x.reshape(-1, width)
-    facts = (module.weight.data, scale, module.variance_epsilon, module.dsl_weight_offset)
+    facts = (module.weight.data, scale, by_group, module.variance_epsilon, module.dsl_weight_offset)
     if residual is None:
         values, scales = NORM_IN_8_BITS(rows, *facts)
         return Handed(values.view(x.shape), scales if scale is None else scale)
