@@ -21,7 +21,7 @@ IDS = [case.id for case in (*ATTENTION, *WRITES, *ROPES)]
 # Of each architecture the kernels that most layers need, and what is tightest or most particular there.
 EVERYWHERE = ("dense-128", "mla-16", "write-fp8")
 CI = {
-    "sm_75": ("dense-512-step", "mla-128-fp8", "fp8-step", "invariant-mla"),
+    "sm_75": ("dense-512-step", "mla-128-fp8", "fp8-step", "nvfp4-step", "invariant-mla"),
     "sm_80": ("softcap-sinks", "fp8-queries", "mla-16-fp8", "mla-320", "invariant-128", "rope-norm-fp8"),
     "sm_89": ("mla-128", "mla-drafts-fp8", "per-request", "rope-mla-fp8"),
     "sm_90a": (

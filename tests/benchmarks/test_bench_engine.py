@@ -17,7 +17,7 @@ from benchmarks.engine.extension import WorkerFacts, objection
 from benchmarks.engine.scenarios import QUICK, SCENARIOS, Figure, Scenario, choose, prompts, rates
 from benchmarks.engine.worker import Events, Job, Measurement, new_entries, orders
 
-SETTINGS = {"shape": models.SHAPES["tiny"], "model": "tiny", "start_s": 20, "scenario_s": 20}
+SETTINGS = {"shape": models.SHAPES["tiny"], "model": "tiny", "start_s": 60, "scenario_s": 20}
 READY = {"event": "ready", "at_s": 3.0, "facts": {"served_by": {"DSL": 2}, "graphs": "NONE", "page_size": 16}}
 RESULT = {"event": "result", "scenario": "b1", "unit": "output tokens/s", "rates": [90.0, 110.0], "seconds": [2.0, 1.0]}
 
