@@ -2,8 +2,10 @@
 """What serving fused layers, projections, routed experts and norms has in common."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
 
 from dsl_backend.log import logger
 
@@ -36,6 +38,29 @@ def serve_each(
             replace(layer, found)
             served[name] = found
     return served, left
+
+
+def holder_of(layer: Any, base: type | None) -> Any:
+    """What has a linear layer's kernel as `kernel`: its method, or the scheme of a compressed-tensors layer; None.
+
+    Args:
+        base: vLLM's class of such kernels; None in versions without one.
+    """
+    for one in (layer.quant_method, getattr(layer, "scheme", None)):
+        if base is not None and isinstance(getattr(one, "kernel", None), base):
+            return one
+    return None
+
+
+def layers_of(model: nn.Module, base: type | None, ours: type) -> Iterator[tuple[str, Any]]:
+    """The linear layers of a model whose kernel is one of vLLM's class and not one of ours, with their names."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    for name, module in model.named_modules():
+        if isinstance(module, LinearBase):
+            holder = holder_of(module, base)
+            if holder is not None and not isinstance(holder.kernel, ours):
+                yield name, module
 
 
 def report_left(what: str, left: Counter[str]) -> None:

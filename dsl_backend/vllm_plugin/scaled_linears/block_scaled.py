@@ -22,8 +22,7 @@ from dsl_backend.quant.reference import Quantized, swizzled
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.scaled_linears.find import NOTHING_MEASURED, Service, is_pre_processed
 from dsl_backend.vllm_plugin.scaled_linears.operands import mxfp8_input, nvfp4_input
-
-KERNEL = "kernel"
+from dsl_backend.vllm_plugin.served_layers import holder_of, layers_of
 
 
 class BlockScaledMma:
@@ -126,22 +125,12 @@ class Layers:
     against: Callable[[Any], str]
 
     def holder_of(self, layer: Any) -> Any:
-        """What has a layer's kernel as `kernel`: its method, or the scheme of a compressed-tensors layer; None."""
-        base = self.theirs()
-        for one in (layer.quant_method, getattr(layer, "scheme", None)):
-            if base is not None and isinstance(getattr(one, KERNEL, None), base):
-                return one
-        return None
+        """What has a layer's kernel; None: it has none of this format."""
+        return holder_of(layer, self.theirs())
 
     def of(self, model: nn.Module) -> Iterator[tuple[str, Any]]:
         """The linear layers of a model that have a kernel of this format, not this package's, with their names."""
-        from vllm.model_executor.layers.linear import LinearBase
-
-        for name, module in model.named_modules():
-            if isinstance(module, LinearBase):
-                holder = self.holder_of(module)
-                if holder is not None and not isinstance(getattr(holder, KERNEL), BlockScaledMma):
-                    yield name, module
+        return layers_of(model, self.theirs(), BlockScaledMma)
 
     def judge(self, layer: Any, target: Target, service: Service) -> ScaledLinearSpec | str:
         """The spec of a layer that is served; or why it stays vLLM's."""
@@ -164,7 +153,7 @@ class Layers:
 
     def replace(self, layer: Any, service: Service) -> None:
         """Replace the kernel of a layer's method."""
-        setattr(self.holder_of(layer), KERNEL, class_of(self)(service.kernel))
+        self.holder_of(layer).kernel = class_of(self)(service.kernel)
         # What the kernel before this one would have taken from a fused activation or norm.
         if hasattr(layer, "_input_quant_key"):
             del layer._input_quant_key

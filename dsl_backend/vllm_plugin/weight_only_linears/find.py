@@ -16,13 +16,12 @@ from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.linear.weight_only import dispatch
 from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime.target import Target
-from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin import compat, options, served_layers
 from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
 from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.projections.find import linear_backend
 from dsl_backend.vllm_plugin.scaled_linears.find import is_pre_processed
 
-KERNEL = "kernel"
 OPTION = "weight_only_linears"
 NOT_MEASURED = f"dsl's kernels for more than 64 rows were not measured: {options.asked(OPTION)}"
 # By the names of vLLM's types: (bits, whether groups have zero points).
@@ -55,28 +54,18 @@ def kernels_base() -> Any:
 
 
 def holder_of(layer: Any) -> Any:
-    """What has a layer's kernel as `kernel`: its method, or the scheme of a compressed-tensors layer; None."""
-    base = kernels_base()
-    for one in (getattr(layer, "scheme", None), layer.quant_method):
-        if base is not None and isinstance(getattr(one, KERNEL, None), base):
-            return one
-    return None
+    """What has a layer's kernel; None: it has none of mixed precision."""
+    return served_layers.holder_of(layer, kernels_base())
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The linear layers of a model that have a kernel of mixed precision, with their names."""
-    from vllm.model_executor.layers.linear import LinearBase
-
     if kernels_base() is None:
-        return
+        return iter(())
     # Derives from vLLM's class.
     from dsl_backend.vllm_plugin.weight_only_linears.kernel import WeightOnlyKernel
 
-    for name, module in model.named_modules():
-        if isinstance(module, LinearBase):
-            holder = holder_of(module)
-            if holder is not None and not isinstance(getattr(holder, KERNEL), WeightOnlyKernel):
-                yield name, module
+    return served_layers.layers_of(model, kernels_base(), WeightOnlyKernel)
 
 
 def kind_of(config: Any) -> WeightOnlyFormat | str:
@@ -101,7 +90,7 @@ def judge(layer: Any, target: Target) -> WeightOnlyGemmSpec | str:
     if "forward" in vars(layer):
         return f"another forward was put into {type(layer).__name__}"
     holder = holder_of(layer)
-    config = getattr(holder, KERNEL).config
+    config = holder.kernel.config
     if getattr(config, "has_g_idx", False) or getattr(getattr(holder, "quant_config", None), "desc_act", False):
         return "columns are ordered by activation (act-order, desc_act): groups of neighbouring columns are needed"
     if config.act_type != layer.params_dtype:

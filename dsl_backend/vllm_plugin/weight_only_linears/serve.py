@@ -14,7 +14,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.dispatch import explained
 from dsl_backend.vllm_plugin import ahead, options
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
-from dsl_backend.vllm_plugin.weight_only_linears.find import KERNEL, holder_of, judge, layers, reasons_against_engine
+from dsl_backend.vllm_plugin.weight_only_linears.find import holder_of, judge, layers, reasons_against_engine
 
 # For each model that dsl serves in this process, in order: name of a layer -> what it is.
 _served: list[dict[str, WeightOnlyGemmSpec]] = []
@@ -42,7 +42,7 @@ def replace(layer: Any, spec: WeightOnlyGemmSpec) -> None:
     from dsl_backend.vllm_plugin.weight_only_linears.kernel import WeightOnlyKernel
 
     holder = holder_of(layer)
-    setattr(holder, KERNEL, WeightOnlyKernel(getattr(holder, KERNEL), spec))
+    holder.kernel = WeightOnlyKernel(holder.kernel, spec)
 
 
 def served_layers() -> set[WeightOnlyGemmSpec]:
