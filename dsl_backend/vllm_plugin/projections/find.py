@@ -19,18 +19,31 @@ from dsl_backend.vllm_plugin.options import ServedBy
 
 def reasons_against_engine(vllm_config: Any) -> str:
     """Why no projection of an engine is served, whatever its model; empty where nothing is against it."""
-    reasons = [sequence_parallelism(vllm_config)]
-    served_by = options.of(vllm_config).projections
-    if served_by is ServedBy.VLLM:
-        reasons.append("additional_config['dsl']['projections'] is vllm")
-    if vllm_config.lora_config is not None:
-        reasons.append("LoRA (lora_config) adds to what a projection returns")
-    if compat.is_batch_invariant() and served_by is ServedBy.MEASURED:
-        reasons.append(
-            "batch invariance (VLLM_BATCH_INVARIANT) asks for one kernel for any number of rows: "
-            """--additional-config '{"dsl": {"projections": "dsl"}}' has dsl serve them"""
-        )
-    reasons.append(linear_backend(vllm_config))
+    invariant = (
+        "batch invariance (VLLM_BATCH_INVARIANT) asks for one kernel for any number of rows: "
+        """--additional-config '{"dsl": {"projections": "dsl"}}' has dsl serve them"""
+    )
+    measured = options.of(vllm_config).projections is ServedBy.MEASURED
+    return against_linear_layers(vllm_config, "projections", invariant=invariant if measured else "")
+
+
+def against_linear_layers(vllm_config: Any, option: str, *, invariant: str, measured: str = "") -> str:
+    """Why no linear layer that an option is about is served in an engine; empty where nothing is against it.
+
+    Args:
+        option: its name, of a `ServedBy`.
+        invariant: what is against them with batch invariance; empty for nothing.
+        measured: what is against them where the option is `measured`; empty for nothing.
+    """
+    served_by = getattr(options.of(vllm_config), option)
+    reasons = (
+        sequence_parallelism(vllm_config),
+        f"additional_config['dsl']['{option}'] is vllm" if served_by is ServedBy.VLLM else "",
+        measured if served_by is ServedBy.MEASURED else "",
+        "LoRA (lora_config) adds to what a projection returns" if vllm_config.lora_config is not None else "",
+        invariant if compat.is_batch_invariant() else "",
+        linear_backend(vllm_config),
+    )
     return "; ".join(filter(None, reasons))
 
 

@@ -14,11 +14,11 @@ from dsl_backend.linear.scaled import dispatch, tuned
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
-from dsl_backend.vllm_plugin import compat, options
+from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.fused_mlp import forward_source
-from dsl_backend.vllm_plugin.fused_mlp.find import against_gate, sequence_parallelism
+from dsl_backend.vllm_plugin.fused_mlp.find import against_gate
 from dsl_backend.vllm_plugin.options import ServedBy
-from dsl_backend.vllm_plugin.projections.find import linear_backend
+from dsl_backend.vllm_plugin.projections.find import against_linear_layers
 from dsl_backend.vllm_plugin.scaled_linears.operands import block_scale
 
 # By vLLM's group shapes; -1 is all rows or all columns.
@@ -66,15 +66,8 @@ def is_recorded(service: Service, target: Target) -> bool:
 
 def reasons_against_engine(vllm_config: Any) -> str:
     """Why no fp8 layer of an engine is served, whatever its model; empty where nothing is against it."""
-    reasons = [sequence_parallelism(vllm_config)]
-    if options.of(vllm_config).scaled_linears is ServedBy.VLLM:
-        reasons.append("additional_config['dsl']['scaled_linears'] is vllm")
-    if vllm_config.lora_config is not None:
-        reasons.append("LoRA (lora_config) adds to what a projection returns")
-    if compat.is_batch_invariant():
-        reasons.append("batch invariance (VLLM_BATCH_INVARIANT) bypasses kernels that vLLM does not know")
-    reasons.append(linear_backend(vllm_config))
-    return "; ".join(filter(None, reasons))
+    invariant = "batch invariance (VLLM_BATCH_INVARIANT) bypasses kernels that vLLM does not know"
+    return against_linear_layers(vllm_config, "scaled_linears", invariant=invariant)
 
 
 def holder_of(layer: Any) -> Any:

@@ -16,10 +16,8 @@ from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
 from dsl_backend.linear.weight_only import dispatch
 from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime.target import Target
-from dsl_backend.vllm_plugin import compat, options, served_layers
-from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
-from dsl_backend.vllm_plugin.options import ServedBy
-from dsl_backend.vllm_plugin.projections.find import linear_backend
+from dsl_backend.vllm_plugin import options, served_layers
+from dsl_backend.vllm_plugin.projections.find import against_linear_layers
 from dsl_backend.vllm_plugin.scaled_linears.find import is_pre_processed
 
 OPTION = "weight_only_linears"
@@ -30,18 +28,8 @@ WEIGHT_TYPES = {"uint4b8": (4, False), "uint8b128": (8, False), "uint4": (4, Tru
 
 def reasons_against_engine(vllm_config: Any) -> str:
     """Why no such layer of an engine is served, whatever its model; empty where nothing is against it."""
-    served_by = getattr(options.of(vllm_config), OPTION)
-    reasons = [sequence_parallelism(vllm_config)]
-    if served_by is ServedBy.VLLM:
-        reasons.append(f"additional_config['dsl']['{OPTION}'] is vllm")
-    if served_by is ServedBy.MEASURED:
-        reasons.append(NOT_MEASURED)
-    if vllm_config.lora_config is not None:
-        reasons.append("LoRA (lora_config) adds to what a projection returns")
-    if compat.is_batch_invariant():
-        reasons.append("batch invariance (VLLM_BATCH_INVARIANT): the split of a sum depends on the number of rows")
-    reasons.append(linear_backend(vllm_config))
-    return "; ".join(filter(None, reasons))
+    invariant = "batch invariance (VLLM_BATCH_INVARIANT): the split of a sum depends on the number of rows"
+    return against_linear_layers(vllm_config, OPTION, invariant=invariant, measured=NOT_MEASURED)
 
 
 def kernels_base() -> Any:
