@@ -3,7 +3,7 @@
 
 import sys
 
-from . import campaign
+from .campaign import command as campaign
 from .engine import command as engine
 from .entry import run
 from .step import command as step

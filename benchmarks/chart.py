@@ -85,10 +85,8 @@ def facts(records: Iterable[Record]) -> str:
     environments = [record for record in records if record["kind"] == "environment"]
     devices = ", ".join(dict.fromkeys(str(facts["device"]) for facts in environments))
     dates = sorted({str(facts["date"])[:10] for facts in environments})
-    versions = {name: held for facts in environments for name, held in facts["versions"].items() if held}
-    shown = ", ".join(
-        f"{name} {versions[name]}" for name in ("vllm", "torch", "nvidia-cutlass-dsl") if name in versions
-    )
+    versions = {name: sorted({facts["versions"].get(name) for facts in environments} - {None}) for name in SHOWN}
+    shown = ", ".join(f"{name} {' and '.join(held)}" for name, held in versions.items() if held)
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
     return "; ".join(part for part in (devices, shown, span) if part)
 

@@ -57,3 +57,16 @@ def missing(module: str, package: str | None = None) -> list[str]:
     """
     absent = [] if importlib.util.find_spec(module) else [f"{package or module} is not installed"]
     return absent + needs_gpu()
+
+
+def missing_gluon() -> list[str]:
+    if found := missing("triton"):
+        return found
+    there = importlib.util.find_spec("triton.experimental.gluon")
+    return [] if there else ["this Triton has no Gluon"]
+
+
+def missing_cutile() -> list[str]:
+    """`cuda` is a namespace that cuda-python has too."""
+    there = importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.tile")
+    return ([] if there else ["cuda-tile is not installed"]) + needs_gpu()

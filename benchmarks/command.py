@@ -30,6 +30,7 @@ from . import (
     scaled_linear,
     softmax,
     verification,
+    weight_only,
 )
 from .case import Case, Provider, select
 from .held_out import compile_ahead, random_rows, summary
@@ -101,6 +102,7 @@ def operators(page_size: int = 16) -> dict[str, Any]:
         **scaled_linear.operators(),
         **softmax.operators(),
         **verification.operators(),
+        **weight_only.operators(),
     }
 
 
@@ -144,6 +146,26 @@ def check_rows(pattern: str | None) -> None:
         re.compile(pattern or "")
     except re.error as error:
         raise ValueError(f"--rows {pattern!r} is not a regular expression: {error}") from None
+
+
+def check_matches(pattern: str | None, selections: Sequence["Selection"], named: bool) -> None:
+    """Checks that a pattern of `--rows` selects something: a run that measures less than was asked is not right.
+
+    Args:
+        named: the operators were named, so that each of them must have a row; otherwise one of them.
+
+    Raises:
+        ValueError: there is no such row; the message has the rows that there are.
+    """
+    without = [one for one in selections if not one.cases]
+    if without and (named or len(without) == len(selections)):
+        rows = "; ".join(f"{one.operator.name} has {listed(one.known)}" for one in without)
+        raise ValueError(f"no row of {', '.join(one.operator.name for one in without)} matches {pattern!r}: {rows}")
+
+
+def listed(cases: Sequence[Case]) -> str:
+    """The ids of rows."""
+    return ", ".join(case.id for case in cases) or "none"
 
 
 def check_kernels(names: Sequence[str], selections: Sequence["Selection"]) -> None:
@@ -247,13 +269,9 @@ def main(
         chosen = [known[name] for name in names or known]
         added = of_files(chosen, options.files)
         check_peers(options.peers, chosen)
-        selections = [
-            selection
-            for operator in chosen
-            if (selection := select_columns(operator, options, added[operator.name])).cases
-        ]
-        if not selections:
-            raise ValueError(f"no row of {', '.join(names or known)} matches {options.rows!r}")
+        selections = [select_columns(operator, options, added[operator.name]) for operator in chosen]
+        check_matches(options.rows, selections, named=bool(names))
+        selections = [selection for selection in selections if selection.cases]
         check_kernels(options.kernel_names, selections)
         if options.sources:
             records = [record for source in options.sources for record in measured.read(source)]

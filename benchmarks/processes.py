@@ -3,6 +3,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,6 +14,9 @@ import dsl_backend
 
 ROOT = Path(dsl_backend.__file__).resolve().parent.parent
 STOP_S = 30
+# Lower ports belong to well-known services.
+FIRST_PORT = 10240
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def plugin_folder() -> Path | None:
@@ -48,11 +52,28 @@ def child_environment(**changes: str) -> dict[str, str]:
     return environment | changes
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(tries: int = 100) -> int:
+    """A port on which nothing listens, for a server that starts later.
+
+    It is below the ports that the system gives to outgoing connections and to servers that ask for any port. One of
+    those would be free now, and may be another process's by the time that the server is up.
+
+    Raises:
+        OSError: of so many random ports none was free.
+    """
+    for port in random.sample(range(FIRST_PORT, first_ephemeral_port()), tries):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of {tries} ports between {FIRST_PORT} and {first_ephemeral_port()} is free")
+
+
+def first_ephemeral_port() -> int:
+    """The first port that the system gives to whoever asks for any; Linux's default where that is unknown."""
+    try:
+        return max(int(EPHEMERAL.read_text().split()[0]), FIRST_PORT + 1000)
+    except OSError:
+        return 32768
 
 
 def stop_group(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGINT, wait_s: float = STOP_S) -> None:

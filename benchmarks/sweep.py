@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import json
 import pathlib
 import time
@@ -13,10 +14,11 @@ import torch
 from dsl_backend.providers import Launch, Limits
 from dsl_backend.runtime import precompile
 from dsl_backend.runtime.precompile import PrecompileSpec
+from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.tuned import TunedConfigs
 
 from . import check, timing
-from .case import Reference
+from .case import Case, Reference, select
 from .check import BF16_LIMITS
 from .runner import DeviceLostError, require_alive
 
@@ -47,6 +49,17 @@ class Ready:
     outputs: Sequence[torch.Tensor]
     expected: Reference
     view: Callable[[Any], torch.Tensor] = lambda returned: returned
+
+
+def compiled_by(family: str, spec: Any, target: Target) -> Callable[[Any], PrecompileSpec]:
+    """What has a configuration compiled, of a family whose kernel follows from a spec and a configuration."""
+
+    def precompile_spec(config: Any) -> PrecompileSpec:
+        # Imports CuTe DSL.
+        host = importlib.import_module(f"dsl_backend.{family}.cute.host")
+        return PrecompileSpec(family, host.build, host.key_of(spec, config), target)
+
+    return precompile_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,14 +182,28 @@ def timed(contest: Contest, seconds: float = SECONDS, make_timer: MakeTimer = ti
 def result_of(run: Callable[[int], Any], outputs: Sequence[torch.Tensor]) -> Any:
     """Runs all layers once; returns what the last one returned.
 
-    That is its output, in which elements that were not written are NaN, or what the kernel made itself.
+    That is its output, in which elements that were not written are NaN or -1, or what the kernel made itself.
     """
     returned: Any = outputs[-1]
     for index, output in enumerate(outputs):
-        output.fill_(torch.nan)
+        output.fill_(torch.nan if output.is_floating_point() else -1)
         returned = run(index)
     timing.synchronize(outputs[-1].device)
     return returned
+
+
+def line(contest: Contest, config: Any, time_us: float) -> dict[str, Any]:
+    """A configuration's time as a JSON object."""
+    facts = {"us": time_us, "chosen": config == contest.chosen, "name": type(config).__name__}
+    return {"row": contest.name, **contest.parameters, **facts, **dataclasses.asdict(config)}
+
+
+def rows_of(cases: Sequence[Case[Any]], pattern: str | None, parser: argparse.ArgumentParser) -> list[Case[Any]]:
+    """`select`; ends the program with status 2 if no row matches, and names those that there are."""
+    found = select(cases, pattern)
+    if not found:
+        parser.error(f"no row matches {pattern!r}: choose from {', '.join(case.id for case in cases)}")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,8 +240,6 @@ def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
                     note, mark = contest.note(config, time_us), "*" if is_chosen else " "
                     print(f"{contest.name:28} {time_us:9.2f} us {note} {mark} {config}", flush=True)
                 if lines:
-                    facts = {"us": time_us, "chosen": is_chosen, "name": type(config).__name__}
-                    line = {"row": contest.name, **contest.parameters, **facts, **dataclasses.asdict(config)}
-                    lines.write(json.dumps(line) + "\n")
+                    lines.write(json.dumps(line(contest, config, time_us)) + "\n")
                     lines.flush()
     return 0

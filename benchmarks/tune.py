@@ -2,17 +2,20 @@
 """`dsl-backend tune`: finds configurations that are faster than the heuristics' on this GPU, and writes them to a file.
 
 A class of problems has one configuration and is represented by one or several rows. A candidate wins if its geometric
-mean over the rows is better than the heuristic's by more than the scatter of the times, and if no row is slower.
+mean over the rows is better than the heuristic's by more than the scatter of the times, and if no row is slower. The
+fastest of many is partly fast by chance: it is kept if it wins a second measurement too, against the heuristic's alone.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib
+import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 import dsl_backend
 import torch
@@ -32,7 +35,7 @@ from rich.table import Table
 from . import facts, sweep, timing
 from .held_out import compile_ahead
 from .runner import DeviceLostError
-from .sweep import Class
+from .sweep import Class, Contest
 
 # A smaller gain is never kept, even if the times scatter less.
 LEAST_GAIN = 0.02
@@ -116,14 +119,16 @@ def changes(config: Any, default: Any) -> str:
     return text if type(config) is type(default) else f"{type(config).__name__}({text})"
 
 
-def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Console) -> list[Verdict]:
-    """Times a class's configurations in all of its rows.
+def times_of(
+    contests: Sequence[Contest], seconds: float, make_timer: sweep.MakeTimer, console: Console
+) -> list[dict[Any, timing.Summary]]:
+    """The times of the configurations in each row.
 
     Raises:
         InvalidInput: the heuristic's configuration does not run, or its result is wrong.
     """
     rows: list[dict[Any, timing.Summary]] = []
-    for contest in one.contests:
+    for contest in contests:
         try:
             found = sweep.timed(contest, seconds, make_timer)
         except DeviceLostError:
@@ -136,7 +141,56 @@ def measure(one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Co
         rows.append({timed.config: timed.summary for timed in found if timed.summary is not None})
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return verdicts(rows, one.contests[0].configs)
+    return rows
+
+
+def confirmed(found: Sequence[Verdict], rows: Rows, default: Any) -> list[Verdict]:
+    """The verdicts, where one won that of a second measurement.
+
+    Args:
+        found: of `verdicts`, by the first measurement.
+    """
+    leading, again = default, []
+    for first in found:
+        one = dataclasses.replace(first, wins=False)
+        if first.wins and all(first.config in row for row in rows):
+            one = verdict(rows, first.config, leading)
+        if one.wins and not isinstance(one.config, Unfused):
+            leading = one.config
+        again.append(one)
+    return again
+
+
+def write_times(one: Class, rows: Rows, file: TextIO) -> None:
+    """The median times of a class's configurations, one JSON object on each line, as sweeps write them."""
+    for contest, row in zip(one.contests, rows, strict=True):
+        for config, summary in row.items():
+            line = sweep.line(contest, config, summary.median_us)
+            file.write(json.dumps({**line, "row": f"{one.name} {contest.name}"}) + "\n")
+    file.flush()
+
+
+def measure(
+    one: Class, seconds: float, make_timer: sweep.MakeTimer, console: Console, times: TextIO | None = None
+) -> list[Verdict]:
+    """Times a class's configurations in all of its rows, and those that win a second time.
+
+    Args:
+        times: a file for the first measurement, one JSON object on each line.
+
+    Raises:
+        InvalidInput: as `times_of`.
+    """
+    rows = times_of(one.contests, seconds, make_timer, console)
+    if times is not None:
+        write_times(one, rows, times)
+    default = one.contests[0].configs[0]
+    found = verdicts(rows, one.contests[0].configs)
+    winners = [one.config for one in found if one.wins]
+    if not winners:
+        return found
+    again = [dataclasses.replace(contest, configs=(default, *winners)) for contest in one.contests]
+    return confirmed(found, times_of(again, seconds, make_timer, console), default)
 
 
 def entries(one: Class, found: Sequence[Verdict], shared: Mapping[str, Any]) -> list[TuningRecord[Any]]:
@@ -192,12 +246,14 @@ def tune(
     console: Console,
     seconds: float = sweep.SECONDS,
     make_timer: sweep.MakeTimer = timing.make_timer,
+    times: TextIO | None = None,
 ) -> int:
     """Tunes the classes in turn and writes each one's records before the next one starts. Returns the exit status.
 
     Args:
         shared: as in `entries`.
         path: the file to merge records into; None writes none.
+        times: as in `measure`.
 
     Raises:
         InvalidInput: the file cannot be read or written.
@@ -208,7 +264,7 @@ def tune(
         count, rows = len(one.contests[0].configs), len(one.contests)
         console.print(f"{index + 1} of {len(classes)}: {one.name}, {count} configurations, {rows} rows", markup=False)
         try:
-            found = measure(one, seconds, make_timer, console)
+            found = measure(one, seconds, make_timer, console, times)
         except InvalidInput as error:
             problems.append(f"{one.name}: {error}")
             continue
@@ -255,9 +311,20 @@ def chosen(classes: Sequence[Class], pattern: str | None) -> list[Class]:
     except re.error as error:
         raise InvalidInput(f"--classes {pattern!r} is not a regular expression: {error}") from None
     if not found:
-        known = "\n  ".join(one.name for one in classes) or "none on this GPU"
+        known = "\n  ".join(one.name for one in classes) or "none: no CuTe DSL kernel serves this GPU"
         raise InvalidInput(f"--classes {pattern!r} matches none of\n  {known}")
     return found
+
+
+@contextlib.contextmanager
+def written(path: pathlib.Path | None) -> Iterator[TextIO | None]:
+    """The file, open for writing; None without one. Raises InvalidInput: it cannot be written."""
+    try:
+        file = None if path is None else path.open("w")
+    except OSError as error:
+        raise InvalidInput(f"--times {path} cannot be written: {error.strerror}") from None
+    with file or contextlib.nullcontext() as times:
+        yield times
 
 
 def main(
@@ -269,9 +336,12 @@ def main(
     tensor_parallel: int = 1,
     seconds: float = sweep.SECONDS,
     only_list: bool = False,
+    candidates: bool = False,
+    arch: str | None = None,
+    times_path: pathlib.Path | None = None,
     console: Console | None = None,
 ) -> int:
-    """Tunes the kernels for this machine's GPU.
+    """Tunes the kernels for this machine's GPU, or lists what there is to tune.
 
     Args:
         family: a family that has tuned configurations; by default all of them.
@@ -280,6 +350,9 @@ def main(
         model: a config.json whose layers are tuned, instead of the benchmarks' rows.
         seconds: seconds of timing for each configuration in each row.
         only_list: print the classes and time nothing.
+        candidates: print their configurations too.
+        arch: list the classes of this architecture's usual GPU, such as sm_90a, and not of this machine's.
+        times_path: a file for the times of all configurations, one JSON object on each line.
 
     Raises:
         InvalidInput: an argument is not valid, or there is no GPU with CuTe DSL kernels.
@@ -287,12 +360,15 @@ def main(
     known = tuners()
     if family is not None and family not in known:
         raise InvalidInput(f"family {family!r} has nothing to tune: choose from {', '.join(known)}")
-    if not torch.cuda.is_available():
-        raise InvalidInput("tune needs an NVIDIA GPU, but found none")
+    for option, given in (("--arch", arch is not None), ("--candidates", candidates)):
+        if given and not only_list:
+            raise InvalidInput(f"{option} is given without --list: it changes the list alone")
+    if arch is None and not torch.cuda.is_available():
+        raise InvalidInput("tune needs an NVIDIA GPU, but found none; --list --arch sm_90a lists what it would time")
     if seconds <= 0:
         raise InvalidInput(f"--seconds {seconds}: more than 0 is needed")
-    target, device = targets.detect(), torch.device("cuda")
-    if target.gpu is None:
+    target, device = targets.detect() if arch is None else targets.from_arch(arch), torch.device("cuda")
+    if arch is None and target.gpu is None:
         raise InvalidInput("tune needs the GPU's own architecture: unset DSL_BACKEND_ARCH")
     shape = None if model is None else models.read(model, tensor_parallel=tensor_parallel)
     names = [family] if family is not None else list(known)
@@ -302,14 +378,19 @@ def main(
     if only_list:
         for one in classes:
             rows = ", ".join(contest.name for contest in one.contests)
-            console.print(f"{one.name}: {len(one.contests[0].configs)} configurations; {rows}", markup=False)
+            configs = one.contests[0].configs
+            console.print(f"{one.name}: {len(configs)} configurations; {rows}", markup=False)
+            for config in configs if candidates else ():
+                what = f"default {config}" if config == configs[0] else changes(config, configs[0])
+                console.print(f"  {what}", markup=False, soft_wrap=True)
         return 0
     if path is not None:
         # Fail now, before the timing, if the file cannot be written.
         for tuned_configs in {one.tuned_configs.family: one.tuned_configs for one in classes}.values():
             tuned_configs.save(path, target, [], [])
-    sweep.compile_all(contest for one in classes for contest in one.contests)
-    if tasks := [task for one in classes for task in one.launches]:
-        console.print(str(compile_ahead.run(tasks, processes=min(PROCESSES, precompile.processes(len(tasks))))))
-    with timing.alone():
-        return tune(classes, target, shared_facts(target, device), path, console, seconds)
+    with written(times_path) as times:
+        sweep.compile_all(contest for one in classes for contest in one.contests)
+        if tasks := [task for one in classes for task in one.launches]:
+            console.print(str(compile_ahead.run(tasks, processes=min(PROCESSES, precompile.processes(len(tasks))))))
+        with timing.alone():
+            return tune(classes, target, shared_facts(target, device), path, console, seconds, times=times)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of verifying drafts: a token for each row of logits, and which drafts are accepted.
 
-Drafts are the likeliest tokens of their rows. Nothing is known of the distributions that they were drawn from, as with
-n-grams and greedy drafters. The column `plain` samples the same rows and verifies nothing: what verification costs is
-the difference.
+By default drafts are the likeliest tokens of their rows, and nothing is known of the distributions that they were drawn
+from, as with n-grams and greedy drafters. In the rows of the group `ratio` drafts are drawn from known logits, and
+verified by the ratio of probabilities. The column `plain` samples the same rows and verifies nothing: what verification
+costs is the difference.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch, verification, verification_dispatch, verification_reference
 from dsl_backend.sampling import reference as definition
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
-from dsl_backend.sampling.verification_spec import NO_TOKEN, Drafts, VerificationSpec, Verified
+from dsl_backend.sampling.verification_spec import NO_TOKEN, Distributions, Drafts, Known, VerificationSpec, Verified
 
 from .case import SMALLEST, TABLE, Case, case_of
 from .check import EXACT
@@ -28,18 +29,25 @@ from .sampling.problems import FILTERS, NEAR
 VLLM_UTILS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 VLLM_FILTERS = "vllm.v1.sample.ops.topk_topp_sampler"
 DRAFTS = 5
+# Drafts that are verified by the ratio of probabilities.
+RATIO = "ratio"
 LLAMA = 128256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Verifying `drafts` drafts of each request. A request has one row of bfloat16 logits more than drafts."""
+    """Verifying `drafts` drafts of each request. A request has one row of bfloat16 logits more than drafts.
+
+    Attributes:
+        known: LOGITS of the drafts, bfloat16, or their TOKENS alone.
+    """
 
     requests: int
     drafts: int
     vocab: int
     filters: str
     temperature: float
+    known: Known = Known.TOKENS
 
     @property
     def rows(self) -> int:
@@ -47,12 +55,14 @@ class Problem:
 
     @property
     def traffic_bytes(self) -> int:
-        """Every logit is read once."""
-        return self.rows * (2 * self.vocab + 8)
+        """Every logit is read once, those of drafts as well."""
+        drafted = 0 if self.known is Known.TOKENS else self.requests * self.drafts
+        return self.rows * (2 * self.vocab + 8) + drafted * 2 * self.vocab
 
     @property
     def parameters(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in ("requests", "drafts", "vocab", "filters", "temperature")}
+        names = ("requests", "drafts", "vocab", "filters", "temperature")
+        return {name: getattr(self, name) for name in names} | {"known": self.known.value}
 
     @property
     def limits(self) -> Limits:
@@ -60,17 +70,26 @@ class Problem:
 
     @property
     def specs(self) -> tuple[SamplingSpec, VerificationSpec]:
-        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16)
-        return drawn, VerificationSpec(max_drafts=self.drafts, vocab=self.vocab)
+        by_ratio = self.known is Known.LOGITS
+        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16, logprobs=by_ratio)
+        draft_dtype = torch.bfloat16 if by_ratio else torch.float32
+        return drawn, VerificationSpec(
+            max_drafts=self.drafts, vocab=self.vocab, known=self.known, draft_dtype=draft_dtype
+        )
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Logits [rows, vocab] bfloat16; `drafts` has the drafts and the first row of each request."""
+    """Logits [rows, vocab] bfloat16; `drafts` has the drafts and the first row of each request.
+
+    Attributes:
+        draft_logits: [requests, drafts, vocab] bfloat16, before the temperature; None where tokens alone are known.
+    """
 
     logits: torch.Tensor
     parameters: Parameters
     drafts: Drafts
+    draft_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,15 +106,42 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
     drawn = problems.build(of_rows, layers, device, seed)
     rows = problem.drafts + 1
     made = []
+    generator = torch.Generator(device).manual_seed(seed)
     for layer in drawn.layers:
         logits = layer.logits.bfloat16()
-        # The draft of a row is the input of the next one.
-        inputs = logits.argmax(-1).roll(1)
         cu_rows = torch.arange(0, problem.rows + 1, rows, dtype=torch.int32, device=device)
         temperature = torch.full((problem.rows,), problem.temperature, device=device)
         parameters = replace(layer.parameters, temperature=temperature)
-        made.append(Layer(logits, parameters, Drafts(inputs=inputs, cu_rows=cu_rows)))
+        # The draft of a row is the input of the next one.
+        if problem.known is Known.TOKENS:
+            made.append(Layer(logits, parameters, Drafts(inputs=logits.argmax(-1).roll(1), cu_rows=cu_rows)))
+            continue
+        by_request = logits.view(problem.requests, rows, problem.vocab)[:, : problem.drafts]
+        noise = torch.empty(by_request.shape, device=device).normal_(0, 1, generator=generator)
+        draft_logits = (by_request + noise).bfloat16()
+        chances = (draft_logits.float() / problem.temperature).softmax(-1).flatten(0, 1)
+        inputs = torch.zeros(problem.requests, rows, dtype=torch.int64, device=device)
+        inputs[:, 1:] = torch.multinomial(chances, 1, generator=generator).view(problem.requests, problem.drafts)
+        drafts = Drafts(
+            inputs=inputs.flatten(),
+            cu_rows=cu_rows,
+            distributions=distributions_of(draft_logits, torch.arange(problem.requests, device=device)),
+        )
+        made.append(Layer(logits, parameters, drafts, draft_logits))
     return Inputs(problem, tuple(made), (drawn.compared // rows).unique())
+
+
+def distributions_of(draft_logits: torch.Tensor, requests: torch.Tensor) -> Distributions:
+    """Those of some requests' rows.
+
+    Args:
+        draft_logits: [all requests, drafts, vocab].
+        requests: which ones, int64.
+    """
+    drafts = draft_logits.shape[1]
+    # Of a request's last row it is not read.
+    step = torch.arange(drafts + 1, device=requests.device).clamp(max=drafts - 1)
+    return Distributions(values=draft_logits.flatten(0, 1), index=(requests.unsqueeze(1) * drafts + step).flatten())
 
 
 def compared_rows(inputs: Inputs) -> torch.Tensor:
@@ -133,9 +179,10 @@ def only_exact(inputs: Inputs, layer: Layer, tokens: torch.Tensor) -> torch.Tens
     """Tokens of this package, with none for a compared request whose tokens are not the definition's."""
     chosen, width = compared_rows(inputs), inputs.problem.drafts + 1
     parameters = problems.some_of(layer.parameters, chosen)
-    drawn = Sampled(definition.sample(layer.logits[chosen], parameters)[0])
+    drawn = Sampled(*definition.sample(layer.logits[chosen], parameters))
     cu_rows = torch.arange(0, len(chosen) + 1, width, dtype=torch.int32, device=tokens.device)
-    drafts = Drafts(inputs=layer.drafts.inputs[chosen], cu_rows=cu_rows)
+    known = None if layer.draft_logits is None else distributions_of(layer.draft_logits, inputs.compared)
+    drafts = Drafts(inputs=layer.drafts.inputs[chosen], cu_rows=cu_rows, distributions=known)
     expected, _ = verification_reference.verify(drawn, parameters, drafts, inputs.problem.specs[1])
     marked = tokens.clone()
     marked[inputs.compared] = marked[inputs.compared].where(
@@ -181,8 +228,10 @@ def plain_objections(problem: Problem) -> list[str]:
 
 @provider("verification", name="plain", objections=plain_objections, package="dsl-backend")
 def plain(problem: Problem, inputs: Inputs) -> Launch:
-    """Samples the rows and verifies nothing; the check verifies its tokens by the definition."""
-    plans = [api.plan(problem.specs[0], problem.rows, inputs.compared.device) for _ in inputs.layers]
+    """Samples the rows and verifies nothing; the check verifies its tokens by the definition, as tokens alone."""
+    drawn = replace(problem.specs[0], logprobs=False)
+    rule = VerificationSpec(max_drafts=problem.drafts, vocab=problem.vocab)
+    plans = [api.plan(drawn, problem.rows, inputs.compared.device) for _ in inputs.layers]
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
@@ -191,8 +240,8 @@ def plain(problem: Problem, inputs: Inputs) -> Launch:
     def view(tokens: torch.Tensor) -> torch.Tensor:
         index = [one.results.tokens.data_ptr() for one in plans].index(tokens.data_ptr())
         layer = inputs.layers[index]
-        verified = verification_reference.verify(Sampled(tokens), layer.parameters, layer.drafts, problem.specs[1])
-        return Verified(*verified).tokens
+        drafts = replace(layer.drafts, distributions=None)
+        return Verified(*verification_reference.verify(Sampled(tokens), layer.parameters, drafts, rule)).tokens
 
     return Launch(run, view)
 
@@ -224,7 +273,7 @@ def vllm(problem: Problem, inputs: Inputs) -> Run | Launch:
             logits = apply(logits.float(), given.top_k, given.top_p)
         tokens, counts = rejection_sample(
             logits,
-            None,
+            layer.draft_logits,
             layer.drafts.inputs,
             layer.drafts.cu_rows,
             given.positions,
@@ -251,18 +300,29 @@ provider("verification", name="Triton", objections=partial(objections, kernel="t
 
 def case(problem: Problem, group: str = TABLE) -> Case[Problem]:
     name = f"{problem.filters}-t{problem.temperature:g}-{problem.requests}x{problem.drafts}x{problem.vocab}"
-    return case_of(name, problem, group)
+    is_ratio = problem.known is not Known.TOKENS and group != RATIO
+    return case_of(f"{RATIO}-{name}" if is_ratio else name, problem, group)
 
 
 def cases() -> list[Case[Problem]]:
-    table = [("none", 1.0), ("none", 0.8), ("k+p", 0.8)]
+    table = [
+        ("none", 1.0, Known.TOKENS),
+        ("none", 0.8, Known.TOKENS),
+        ("k+p", 0.8, Known.TOKENS),
+        ("none", 0.8, Known.LOGITS),
+        ("k+p", 0.8, Known.LOGITS),
+    ]
     found = [
-        case(Problem(requests=requests, drafts=DRAFTS, vocab=LLAMA, filters=filters, temperature=temperature))
-        for filters, temperature in table
+        case(
+            Problem(requests=requests, drafts=DRAFTS, vocab=LLAMA, filters=filters, temperature=warm, known=known),
+            TABLE if known is Known.TOKENS else RATIO,
+        )
+        for filters, warm, known in table
         for requests in (1, 16, 64, 128)
     ]
     small = [
-        Problem(requests=2, drafts=2, vocab=300, filters=filters, temperature=0.8)
+        Problem(requests=2, drafts=2, vocab=300, filters=filters, temperature=0.8, known=known)
+        for known in (Known.TOKENS, Known.LOGITS)
         for filters in FILTERS
         if filters != "min-p"
     ]

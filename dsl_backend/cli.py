@@ -11,12 +11,13 @@ import typer
 import typer.core
 
 import dsl_backend
+from dsl_backend.families import TUNED
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from dsl_backend.doctor import OperationReport, Report
+    from dsl_backend.doctor import OperationReport, Report, VariantReport
 
 WRONG_USE = 2
 # The exit status that shells give a program which Ctrl-C ended.
@@ -37,7 +38,7 @@ class Interruptible(typer.core.TyperGroup):
 app = typer.Typer(
     name="dsl-backend",
     cls=Interruptible,
-    help="Kernels for vLLM's attention: what serves here, and how fast.",
+    help="GPU kernels for vLLM: what serves here, and how fast.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -170,10 +171,19 @@ def judge(
     peers: Annotated[str | None, typer.Option(help="Comma-separated peers to time, all, or none.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of importing, preparing, or a launch.")] = 240.0,
     memory: Annotated[int, typer.Option(min=256, help="Memory limit of the candidate's process, in MiB.")] = 16 << 10,
+    gpu_memory: Annotated[int, typer.Option(min=1024, help="Its limit of GPU memory, in MiB.")] = 16 << 10,
 ) -> None:
     """Check an unknown kernel in a process of its own, and time it. Exit status 1 if it is rejected."""
     found = importlib.import_module(f"{benchmarks().__name__}.judge")
-    options = found.Options(arch=arch, seed=seed, rows=rows, peers=peers, seconds=seconds, memory_mib=memory)
+    options = found.Options(
+        arch=arch,
+        seed=seed,
+        rows=rows,
+        peers=peers,
+        seconds=seconds,
+        memory_mib=memory,
+        gpu_memory_mib=gpu_memory,
+    )
     attempt(lambda: found.main(candidate, op, json, options))
 
 
@@ -181,7 +191,7 @@ def judge(
 def tune(
     family: Annotated[
         str | None,
-        typer.Argument(metavar="[FAMILY]", help="attention, experts, linear or scaled-linear; by default all of them."),
+        typer.Argument(metavar="[FAMILY]", help=f"{', '.join(TUNED)}; by default all of them."),
     ] = None,
     classes: Annotated[str | None, typer.Option(metavar="REGEX", help="Only classes whose names it finds.")] = None,
     json: Annotated[
@@ -193,13 +203,30 @@ def tune(
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that will share the model.")] = 1,
     seconds: Annotated[float, typer.Option(help="Timing of each configuration in each row, in seconds.")] = 0.1,
+    times: Annotated[
+        pathlib.Path | None,
+        typer.Option("--times", metavar="FILE", help="Write every configuration's time, one JSON object a line."),
+    ] = None,
     only_list: Annotated[bool, typer.Option("--list", help="Print the classes and their rows, time nothing.")] = False,
+    candidates: Annotated[bool, typer.Option("--candidates", help="With --list: their configurations, too.")] = False,
+    arch: Annotated[
+        str | None, typer.Option(metavar="ARCH", help="With --list: of an architecture such as sm_90a; needs no GPU.")
+    ] = None,
 ) -> None:
     """Find configurations that are faster than the default ones on this GPU, and write them to a file."""
     found = importlib.import_module(f"{benchmarks().__name__}.tune")
     attempt(
         lambda: found.main(
-            family, classes, json, model=model, tensor_parallel=tensor_parallel, seconds=seconds, only_list=only_list
+            family,
+            classes,
+            json,
+            model=model,
+            tensor_parallel=tensor_parallel,
+            seconds=seconds,
+            only_list=only_list,
+            candidates=candidates,
+            arch=arch,
+            times_path=times,
         )
     )
 
@@ -219,6 +246,9 @@ def compile_kernels(
         str,
         typer.Option(help="The cache's dtype, as vLLM's: auto, float16, bfloat16, fp8, fp8_e4m3, fp8_e5m2 or nvfp4."),
     ] = "auto",
+    experts_kernel: Annotated[
+        str | None, typer.Option(help="A kernel of routed experts, as the server's option experts_kernel names it.")
+    ] = None,
     family: Annotated[list[str] | None, typer.Option(help="Only this operator's kernels; may be repeated.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes, by default one for each core.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object with every kernel.")] = False,
@@ -234,6 +264,7 @@ def compile_kernels(
             expert_parallel=expert_parallel,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
+            experts_kernel=experts_kernel,
             only=family or (),
             jobs=jobs,
             as_json=json,
@@ -388,14 +419,23 @@ def kernels_table(report: "Report") -> "Table":
 
 
 def served_by(operation: "OperationReport") -> str:
-    """The kernel, and which of its variants serves which batches."""
+    """The kernel, which of its variants serves which batches, and kernels that would serve if they were named."""
     from rich.markup import escape
 
+    told = variants_of(operation.variants)
+    for one in operation.by_name:
+        asked = f"{one.option} {one.name}" if one.option else f"named {one.name}"
+        of_variants = variants_of(one.variants)
+        told.append(f"{asked}: {one.kernel}" + (f", {', '.join(of_variants)}" if of_variants else ""))
+    rest = f" [dim]({escape('; '.join(told))})[/]" if told else ""
     if operation.served_by is None:
-        return f"[red]{operation.operation}: nothing[/]"
-    several = len(operation.variants) > 1
-    told = [f"{one.name} for {one.batches}" if several else one.name for one in operation.variants]
-    return operation.served_by + (f" [dim]({escape('; '.join(told))})[/]" if told else "")
+        return f"[red]{operation.operation}: nothing[/]{rest}"
+    return operation.served_by + rest
+
+
+def variants_of(variants: "list[VariantReport]") -> list[str]:
+    """Which of a kernel's variants serves which batches."""
+    return [f"{one.name} for {one.batches}" if len(variants) > 1 else one.name for one in variants]
 
 
 def layers_with(report: "Report", kernels: list[str]) -> list[str]:

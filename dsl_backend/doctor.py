@@ -22,7 +22,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.dispatch import judge
+from dsl_backend.runtime.dispatch import Entry, judge, named
 from dsl_backend.runtime.family import Family
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.tuned import TunedConfigs
@@ -125,18 +125,36 @@ class VariantReport(Record):
     batches: str
 
 
+class NamedReport(Record):
+    """A kernel that serves an operation only if a user names it.
+
+    Attributes:
+        kernel, name: as of `KernelReport`.
+        option: the plugin's option that takes the name; None where it has none.
+        variants: as of `OperationReport`.
+    """
+
+    kernel: str
+    name: str
+    option: str | None
+    variants: list[VariantReport]
+
+
 class OperationReport(Record):
     """An operation of a layer.
 
     Attributes:
         served_by: the title of the kernel that serves; None if every kernel objects.
         variants: the compiled variants of that kernel; empty if its table entry does not list them.
+        kernels: those that are used without being named, best first.
+        by_name: those that serve if they are named.
     """
 
     operation: str
     served_by: str | None
     variants: list[VariantReport]
     kernels: list[KernelReport]
+    by_name: list[NamedReport]
 
 
 class LayerReport(Record):
@@ -256,17 +274,30 @@ def tuned_configs_report(tuned_configs: TunedConfigs[Any], target: Target) -> Tu
 
 
 def operation_report(operation: str, family: Family, spec: Any, target: Target) -> OperationReport:
-    """Every kernel of an operation with its objections, best first, and the variants of the one that serves."""
+    """Every kernel of an operation with its objections, best first, the variants of the one that serves, and others."""
     judged = judge(family.tables[operation], spec, target)
     kernels = [KernelReport(kernel=entry.title, name=entry.name, objections=reasons) for entry, reasons in judged]
     serving = next((entry for entry, reasons in judged if not reasons), None)
-    variants = [] if serving is None else serving.variants(spec, target)
+    by_name = [
+        NamedReport(
+            kernel=entry.title,
+            name=entry.name,
+            option=family.naming_options.get(operation),
+            variants=variant_reports(entry, spec, target),
+        )
+        for entry in named(family.tables[operation], spec, target)
+    ]
     return OperationReport(
         operation=operation,
         served_by=None if serving is None else serving.title,
-        variants=[VariantReport(name=one.name, batches=one.batches) for one in variants],
+        variants=[] if serving is None else variant_reports(serving, spec, target),
         kernels=kernels,
+        by_name=by_name,
     )
+
+
+def variant_reports(entry: Entry[Any], spec: Any, target: Target) -> list[VariantReport]:
+    return [VariantReport(name=one.name, batches=one.batches) for one in entry.variants(spec, target)]
 
 
 def layer_reports(family: Family, target: Target) -> list[LayerReport]:

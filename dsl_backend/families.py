@@ -3,4 +3,4 @@
 
 NAMES = ("attention", "experts", "linear", "norm", "sampling", "softmax")
 # Whose records a file of tuned configurations may have (runtime/tuned.py).
-TUNED = ("attention", "experts", "linear", "scaled-linear")
+TUNED = ("attention", "experts", "linear", "scaled-linear", "norm", "sampling", "softmax")

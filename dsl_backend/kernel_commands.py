@@ -37,6 +37,7 @@ def compile_model(
     expert_parallel: int = 1,
     dtype: str | None,
     kv_cache_dtype: str = "auto",
+    experts_kernel: str | None = None,
     only: Sequence[str],
     jobs: int | None,
     as_json: bool,
@@ -54,7 +55,7 @@ def compile_model(
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
     read = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
-    shape = replace(read, kv_cache_dtype=kv_cache_dtype, expert_parallel=expert_parallel)
+    shape = replace(read, kv_cache_dtype=kv_cache_dtype, expert_parallel=expert_parallel, experts_kernel=experts_kernel)
     chips = [compilable(arch) for arch in arches]
     todo = [spec for chip in chips for spec in families.precompile_specs(shape, chip, only)]
     if toolkit.missing():

@@ -2,7 +2,7 @@
 """What operators on the rows of a matrix share on the host: threads and CTAs of a row, checks and views of matrices."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 2**31 - 2**20
 MAX_ROWS = 2**31 - 2**10
 
-ConfigT = TypeVar("ConfigT", bound="RowConfig")
+ConfigT = TypeVar("ConfigT", bound=Hashable)
 
 
 @dataclass(frozen=True, kw_only=True)

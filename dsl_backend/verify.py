@@ -30,7 +30,9 @@ from dsl_backend import doctor, envs
 from dsl_backend.doctor import Report
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime import family as families
-from dsl_backend.runtime.family import Benchmark, Check
+from dsl_backend.runtime.dispatch import Entry, judge
+from dsl_backend.runtime.family import Benchmark, Check, Family
+from dsl_backend.runtime.target import Target
 from dsl_backend.testing import tables, worker
 from dsl_backend.testing.worker import Outcome, Status
 
@@ -106,14 +108,19 @@ class Tally:
         return not self.failures and self.counts[Status.RIGHT] > 0
 
     @property
+    def refused_all(self) -> bool:
+        """Whether the kernel, which serves some layers here, refused every problem: nothing of it was checked."""
+        return self.total > 0 and self.counts[Status.REFUSED] == self.total
+
+    @property
     def verdict(self) -> str:
         if self.reason:
             return "not here"
-        if sum(self.counts.values()) < self.total:
+        if not self.total or sum(self.counts.values()) < self.total:
             return "..."
         if self.failures:
             return "WRONG"
-        return "right" if self.proven else "refused all"
+        return "REFUSED ALL" if self.refused_all else "right"
 
     @property
     def cells(self) -> list[str]:
@@ -177,8 +184,12 @@ class Screen:
         self.say(f"{row['operator']} {row['id']}, us: {', '.join(cells) or 'nothing ran'}")
 
 
-def usable(options: Options) -> Report:
-    """Checks the options against this machine; returns the doctor's report. Raises InvalidInput: one is not valid."""
+def usable(options: Options) -> tuple[Report, Target]:
+    """Checks the options against this machine; returns the doctor's report and the target.
+
+    Raises:
+        InvalidInput: an option is not valid.
+    """
     if options.device not in ("cuda", "cpu"):
         raise InvalidInput(f"device {options.device!r} is not accepted: use cuda, or cpu")
     if options.device == "cpu":
@@ -189,8 +200,8 @@ def usable(options: Options) -> Report:
     unknown = [name for name in options.families if name not in CHECKS]
     if unknown:
         raise InvalidInput(f"no family {', '.join(map(repr, unknown))}: choose from {', '.join(CHECKS)}")
-    report = doctor.examine()
-    known = {one.kernel for one in tallies(report, options.families, ())}
+    report, target = doctor.examine(), doctor.target_of(None, [])
+    known = {one.kernel for one in tallies(target, options.families, ())}
     strange = [name for name in options.kernels if name not in known]
     if strange:
         raise InvalidInput(f"no kernel {', '.join(map(repr, strange))}: choose from {', '.join(sorted(known))}")
@@ -198,34 +209,49 @@ def usable(options: Options) -> Report:
         if len(options.families) != 1:
             raise InvalidInput("--only needs exactly one family: name it with --families")
         tables.find(options.families[0], options.only, options.device)
-    return report
+    return report, target
 
 
-def tallies(report: Report, families: Sequence[str], kernels: Sequence[str]) -> list[Tally]:
-    """An empty tally for each kernel of each family in the doctor's report; of `kernels` alone if any are named."""
+def tallies(target: Target, names: Sequence[str], kernels: Sequence[str]) -> list[Tally]:
+    """An empty tally for each kernel of each family of these names; of `kernels` alone if any are named.
+
+    Of kernels that are taken by name alone, those that a `Check` names.
+    """
     made = []
-    for name in families:
-        operations = [
-            operation
-            for layer in report.layers
-            for operation in layer.operations
-            if operation.operation == CHECKS[name].operation
-        ]
-        judged = [one for operation in operations for one in operation.kernels]
-        served_by = {operation.served_by for operation in operations}
-        for kernel in dict.fromkeys(one.name for one in judged):
-            if kernels and kernel not in kernels:
+    for family in families.load_all():
+        for name, check in family.checks.items():
+            if name not in names:
                 continue
-            objections = [one.objections for one in judged if one.name == kernel]
-            made.append(
-                Tally(
-                    name,
-                    kernel,
-                    chosen=any(one.kernel in served_by for one in judged if one.name == kernel),
-                    reason=objections[0][0] if all(objections) else "",
+            specs = check.layers(target) if check.layers is not None else typical_specs(family, check, target)
+            entries = [
+                entry
+                for entry in family.tables[check.operation]
+                if (not entry.by_name or entry.name in check.by_name) and (not kernels or entry.name in kernels)
+            ]
+            by_default = {id(serving(family.tables[check.operation], spec, target)) for spec in specs}
+            for kernel in dict.fromkeys(entry.name for entry in entries):
+                objections = [
+                    entry.objections(spec, target) for spec in specs for entry in entries if entry.name == kernel
+                ]
+                made.append(
+                    Tally(
+                        name,
+                        kernel,
+                        chosen=any(id(entry) in by_default for entry in entries if entry.name == kernel),
+                        reason=min(objections, key=len)[0] if all(objections) else "",
+                    )
                 )
-            )
-    return made
+    return sorted(made, key=lambda tally: names.index(tally.family))
+
+
+def typical_specs(family: Family, check: Check, target: Target) -> list[Any]:
+    """The family's typical layers that have the operation of a check."""
+    return [spec for spec in family.typical_layers(target).values() if check.operation in family.operations_of(spec)]
+
+
+def serving(table: Sequence[Entry[Any]], spec: Any, target: Target) -> Entry[Any] | None:
+    """The entry that dispatch takes by itself; None where none serves."""
+    return next((entry for entry, reasons in judge(table, spec, target) if not reasons), None)
 
 
 def repeat(options: Options, family: str, kernel: str, problem: str) -> str:
@@ -413,13 +439,13 @@ def run(options: Options, json_path: pathlib.Path | None, benchmarks: Any, conso
     Raises:
         InvalidInput: an option is not valid on this machine.
     """
-    began, report, screen = time.monotonic(), usable(options), Screen(console)
+    began, (report, target), screen = time.monotonic(), usable(options), Screen(console)
     lines = opened(json_path, options, report, benchmarks)
     machine = lines.entries[0]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     screen.say(f"{machine['device']} ({report.target.arch}); commit {machine['commit']}; {versions}")
 
-    screen.tallies = tallies(report, options.families, options.kernels)
+    screen.tallies = tallies(target, options.families, options.kernels)
     with screen.live():
         for tally in screen.tallies:
             check(options, tally, lines, screen)
@@ -440,13 +466,15 @@ def conclude(screen: Screen, problems: Sequence[str], lines: Any, seconds: float
     right = sum(tally.counts[Status.RIGHT] for tally in screen.tallies)
     failed = sum(tally.failures for tally in screen.tallies)
     rows = [entry for entry in lines.entries if entry["kind"] == "row"]
-    all_right = right > 0 and not failed and not problems
+    unchecked = [f"{tally.family} {tally.kernel}" for tally in screen.tallies if tally.refused_all]
+    all_right = right > 0 and not failed and not problems and not unchecked
     lines.write(
         {
             "kind": "summary",
             "all_right": all_right,
             "right": right,
             "failed": failed,
+            "unchecked": unchecked,
             "rows": len(rows),
             "row_failures": list(problems),
             "seconds": round(seconds, 1),
@@ -456,6 +484,8 @@ def conclude(screen: Screen, problems: Sequence[str], lines: Any, seconds: float
     for entry in lines.entries:
         if entry["kind"] == "check" and Status(entry["status"]).failed:
             screen.say(f"FAILED ({entry['status']}): {entry['repeat']}")
+    for name in unchecked:
+        screen.say(f"NOT CHECKED {name}: it serves this GPU, and refused every problem: ask for more with --problems")
     for text in problems:
         screen.say(text)
     screen.say(

@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Normal:
-    """A tensor of normal values."""
+    """A tensor of normal values, of which those at (i, i) are larger by `diagonal`."""
 
     shape: tuple[int, ...]
     std: float
     mean: float = 0.0
+    diagonal: float = 0.0
 
 
 def linear(rows: int, columns: int, gain: float = 1.0) -> Normal:
@@ -51,6 +52,24 @@ def norm(width: int, mean: float = 1.0) -> Normal:
 
 def bias(width: int, std: float = 0.1) -> Normal:
     return Normal((width,), std)
+
+
+# Column 0 of the embedding, and of routers: so large that it is most of a router's logits, in any layer.
+CLASS, ROUTED_BY_CLASS = 16.0, 2.0
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
+
+
+def route_by_class(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Sends tokens of even numbers to experts of even numbers, and odd ones to odd ones.
+
+    A token's experts are then far from a tie. A near tie would make two correct backends choose different experts.
+    """
+    for name, values in tensors.items():
+        signs = 1 - 2 * (torch.arange(len(values)) % 2)
+        if name == "model.embed_tokens.weight":
+            values[:, 0] = CLASS * signs
+        elif name.endswith(ROUTERS):
+            values[:, 0] = ROUTED_BY_CLASS * signs
 
 
 QK_GAIN = 1.3  # scores of deviation 1.7
@@ -202,8 +221,15 @@ def deepseek_v2(config: Config) -> dict[str, Normal]:
                 name.replace(".mlp.", ".mlp.shared_experts."): weight
                 for name, weight in gated_mlp(layer, shared).items()
             }
+        if rank := config["q_lora_rank"]:
+            weights |= {
+                f"{layer}.self_attn.q_a_proj.weight": linear(rank, hidden),
+                f"{layer}.self_attn.q_a_layernorm.weight": norm(rank),
+                f"{layer}.self_attn.q_b_proj.weight": linear(heads * (nope + rope), rank, QK_GAIN),
+            }
+        else:
+            weights[f"{layer}.self_attn.q_proj.weight"] = linear(heads * (nope + rope), hidden, QK_GAIN)
         weights |= {
-            f"{layer}.self_attn.q_proj.weight": linear(heads * (nope + rope), hidden, QK_GAIN),
             f"{layer}.self_attn.kv_a_proj_with_mqa.weight": linear(latent + rope, hidden, QK_GAIN),
             f"{layer}.self_attn.kv_a_layernorm.weight": norm(latent),
             f"{layer}.self_attn.kv_b_proj.weight": linear(heads * (nope + value), latent, QK_GAIN),
@@ -214,6 +240,45 @@ def deepseek_v2(config: Config) -> dict[str, Normal]:
     return weights
 
 
+def quiet(weights: dict[str, Normal]) -> dict[str, Normal]:
+    """Layers that add little to the embedding: a token then depends mostly on the one before it, as a draft's does."""
+    ends = ("o_proj.weight", "down_proj.weight")
+    return {name: replace(one, std=one.std / 8) if name.endswith(ends) else one for name, one in weights.items()}
+
+
+def quiet_llama(config: Config) -> dict[str, Normal]:
+    return quiet(llama(config))
+
+
+def inputs_of_drafts(hidden: int) -> Normal:
+    """From a token's embedding and the hidden state before it to a draft's input, which is nearly the embedding."""
+    return Normal((hidden, 2 * hidden), 0.1 / math.sqrt(hidden), diagonal=1.0)
+
+
+def eagle_llama(config: Config) -> dict[str, Normal]:
+    """An EAGLE head of one layer. Embedding and head are the target's."""
+    layer, hidden = "layers.0", config["hidden_size"]
+    weights = quiet(qkvo(layer, config) | gated_mlp(layer, config))
+    return weights | {
+        f"{layer}.post_attention_layernorm.weight": norm(hidden),
+        "fc.weight": inputs_of_drafts(hidden),
+    }
+
+
+def deepseek_v3(config: Config) -> dict[str, Normal]:
+    """Layers as deepseek_v2's, and one of multi-token prediction behind them."""
+    count, hidden = config["num_hidden_layers"], config["hidden_size"]
+    weights = quiet(deepseek_v2(config | {"num_hidden_layers": count + 1}))
+    layer = f"model.layers.{count}"
+    return weights | {
+        **{f"{layer}.{name}.weight": norm(hidden) for name in ("enorm", "hnorm", "shared_head.norm")},
+        f"{layer}.eh_proj.weight": inputs_of_drafts(hidden),
+        # vLLM shares the target's in their place.
+        f"{layer}.embed_tokens.weight": weights["model.embed_tokens.weight"],
+        f"{layer}.shared_head.head.weight": weights["lm_head.weight"],
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A checkpoint to write.
@@ -222,15 +287,22 @@ class Model:
         config: the fields of config.json that not all models share.
         weights: config -> the distribution of every tensor, by its name in the checkpoint.
         fill: part of a tensor's name -> the value that all its elements get instead.
+        plant: changes tensors, by their names, after they were filled.
     """
 
     config: Config
     weights: Callable[[Config], dict[str, Normal]]
     fill: Mapping[str, float] = field(default_factory=dict)
+    plant: Callable[[Mapping[str, torch.Tensor]], None] = lambda tensors: None
 
-    def changed(self, fill: Mapping[str, float] | None = None, **config: object) -> "Model":
-        """The same model with other settings or with tensors of one value; the other weights stay the same."""
-        return Model(config=self.config | config, weights=self.weights, fill=dict(fill or {}))
+    def changed(self, fill: Mapping[str, float] | None = None, **changes: Any) -> "Model":
+        """The same model with other settings or with tensors of one value; the other weights stay the same.
+
+        Args:
+            changes: of the settings; `plant` is the model's own.
+        """
+        plant = changes.pop("plant", self.plant)
+        return Model(config=self.config | changes, weights=self.weights, fill=dict(fill or {}), plant=plant)
 
 
 SHARED: Config = {
@@ -280,13 +352,12 @@ MODELS: dict[str, Model] = {
         },
         weights=gemma2,
     ),
-    # Every token uses all experts. Otherwise a near tie in the router would make two correct backends differ.
     "gpt_oss": Model(
         config=LLAMA.config
         | {
             "architectures": ["GptOssForCausalLM"],
             "model_type": "gpt_oss",
-            "num_local_experts": 2,
+            "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -294,6 +365,7 @@ MODELS: dict[str, Model] = {
             "swiglu_limit": 7.0,
         },
         weights=gpt_oss,
+        plant=route_by_class,
     ),
     "bloom": Model(
         config=SHARED
@@ -309,7 +381,7 @@ MODELS: dict[str, Model] = {
         },
         weights=bloom,
     ),
-    # Dense layers only, for the same reason as gpt_oss's experts.
+    # Dense layers only.
     "deepseek_v2": Model(
         config=LLAMA.config
         | {
@@ -351,9 +423,10 @@ MODELS: dict[str, Model] = {
 }
 
 
-# Every token uses all experts here too.
+# Queries have a latent too, which one projection makes together with that of keys.
+MODELS["deepseek_v2_queries"] = MODELS["deepseek_v2"].changed(q_lora_rank=192)
 MODELS["deepseek_moe"] = MODELS["deepseek_v2"].changed(
-    first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=4
+    first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, plant=route_by_class
 )
 MODELS["qwen3_moe"] = Model(
     config=LLAMA.config
@@ -361,13 +434,30 @@ MODELS["qwen3_moe"] = Model(
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_experts": 4,
-        "num_experts_per_tok": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
     weights=qwen3_moe,
+    plant=route_by_class,
+)
+# For drafts: targets whose tokens a small head can foresee, and an EAGLE head of the first one.
+MODELS["quiet_llama"] = Model(config=LLAMA.config, weights=quiet_llama)
+MODELS["eagle_llama"] = Model(config=LLAMA.config | {"num_hidden_layers": 1}, weights=eagle_llama)
+MODELS["deepseek_v3"] = Model(
+    config=MODELS["deepseek_v2"].config
+    | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_nextn_predict_layers": 1,
+        # The layer of multi-token prediction is dense too.
+        "first_k_dense_replace": 4,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+    weights=deepseek_v3,
 )
 
 
@@ -397,10 +487,13 @@ def write(model: Model, folder: Path, seed: int = 0) -> Path:
         # One generator for each tensor: a changed model has the same values in all other tensors.
         generator = torch.Generator().manual_seed(hash_of(name) + seed)
         values = torch.randn(normal.shape, generator=generator) * normal.std + normal.mean
+        if normal.diagonal:
+            values.diagonal().add_(normal.diagonal)
         for part, value in model.fill.items():
             if part in name:
                 values.fill_(value)
         tensors[name] = values.to(torch.bfloat16)
+    model.plant(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer().save(str(folder / "tokenizer.json"))
     tokens = {"pad_token": SPECIAL[PAD], "bos_token": SPECIAL[BOS], "eos_token": SPECIAL[EOS]}

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class Job:
         prompts: token ids.
         max_tokens: tokens to generate greedily for each prompt; the end of sequence does not stop it.
         engine: further arguments of vllm.LLM.
-        sampling: further arguments of each prompt's vllm.SamplingParams; greedy by default.
+        sampling: further arguments of each prompt's vllm.SamplingParams; greedy by default. Those of
+            `structured_outputs` are a dict.
         environment: further variables.
         before: prompts that are answered first, in a batch of their own, and not reported.
         sleep: whether the engine sleeps and wakes up before it answers `prompts`.
@@ -171,7 +173,7 @@ def answer(job: Job) -> list[Answer]:
     llm = LLM(job.model, attention_backend=job.backend, dtype=job.dtype, **defaults | job.engine)
     usual: dict[str, Any] = {"max_tokens": job.max_tokens, "temperature": 0, "logprobs": TOP, "ignore_eos": True}
     params = [
-        SamplingParams(**usual | {"prompt_logprobs": 1} | sampling)
+        SamplingParams(**usual | {"prompt_logprobs": 1} | with_grammar(sampling))
         for sampling in job.sampling or [{} for _ in job.prompts]
     ]
     if job.before:
@@ -197,6 +199,36 @@ def answer(job: Job) -> list[Answer]:
             )
         )
     return answers
+
+
+def with_grammar(sampling: dict[str, Any]) -> dict[str, Any]:
+    """A request's arguments; those of its structured output are vLLM's object."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = sampling.get("structured_outputs")
+    return sampling if given is None else sampling | {"structured_outputs": StructuredOutputsParams(**given)}
+
+
+def admit_interpreter() -> None:
+    """Have vLLM take Triton's interpreter for a backend for CPUs: without one it refuses the V2 model runner.
+
+    VLLM looks for the backend when it is imported.
+    """
+    import triton.backends
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+    # GPUs take integers for masks, the interpreter does not.
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def as_bool(mask: Any) -> Any:
+        mask.data = mask.data.astype(bool)
+        return mask
+
+    InterpreterBuilder.create_masked_load = lambda self, ptrs, mask, *more: load(self, ptrs, as_bool(mask), *more)
+    InterpreterBuilder.create_masked_store = lambda self, ptrs, value, mask, *more: store(
+        self, ptrs, value, as_bool(mask), *more
+    )
 
 
 def fork_workers() -> None:
@@ -234,6 +266,8 @@ def main() -> None:
     jobs = [Job(**job) for job in json.loads((folder / "jobs.json").read_text())]
     # The slow imports are done here once; every engine then runs in a fork. CUDA must not be initialised here, not even
     # to query the device, because it would be unusable in the forks.
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        admit_interpreter()
     for module in IMPORTS:
         importlib.import_module(module)
     gc.freeze()

@@ -9,27 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# compressed-tensors: a scale for each output channel and each token.
-CHANNELS: dict[str, Any] = {
-    "format": "float-quantized",
-    "quant_method": "compressed-tensors",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "strategy": "token",
-                "symmetric": True,
-                "dynamic": True,
-            },
-        }
-    },
-}
-# DeepSeek's and Qwen's: of 128x128 weights, and of 128 columns of a token.
-BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+from benchmarks.engine.models import BLOCKS as BLOCKS
+from benchmarks.engine.models import CHANNELS as CHANNELS
+
 # ModelOpt's NVFP4: two e2m1 in a byte, a scale in e4m3 for 16 columns of k, and a scale of each matrix.
 NVFP4: dict[str, Any] = {
     "quant_method": "modelopt",
@@ -37,6 +19,22 @@ NVFP4: dict[str, Any] = {
     "group_size": 16,
     "ignore": ["lm_head"],
     "producer": {"name": "modelopt"},
+}
+# A power of two for 32 columns of k, and e4m3.
+MXFP8 = NVFP4 | {"quant_algo": "MXFP8", "group_size": 32}
+# NVFP4 of compressed-tensors.
+OF_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+COMPRESSED_NVFP4: dict[str, Any] = {
+    "format": "nvfp4-pack-quantized",
+    "quant_method": "compressed-tensors",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": OF_NVFP4 | {"dynamic": False},
+            "input_activations": OF_NVFP4 | {"dynamic": "local"},
+        }
+    },
 }
 # gpt-oss's experts: two e2m1 in a byte, a scale that is a power of two for 32 columns of k.
 MXFP4: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -13,7 +13,7 @@ import torch
 
 from integration import offline
 from integration.compare import VISIBLE, generated_errors, prompt_errors, prompts, rms
-from integration.conftest import Checkpoint
+from integration.conftest import Checkpoint, parameters
 from integration.environment import device
 from integration.models import MODELS
 from integration.offline import Job, Outcome
@@ -33,13 +33,32 @@ LINKED = {  # what the log says of each model's 3 layers, on each of its ranks
     "projections": ("3", "Swiglu", "256", "512"),
     "projections, compiled": ("3", "Swiglu", "256", "512"),
     "projections, tensor parallel": ("3", "Swiglu", "256", "256"),
+    "projections, MLA": ("3", "Swiglu", "256", "512"),
 }
+MLA = "deepseek_v2_queries"
+MODEL_OF = {"projections, MLA": MLA}  # of names that are no model's; the others' is llama
 PROJECTIONS: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl", "norms": "dsl"}}}
 BY_VLLM: dict[str, Any] = {"additional_config": {"dsl": {"projections": "vllm", "norms": "vllm", "rope": "vllm"}}}
 # Asked for where LoRA is, which leaves them to vLLM.
 ASKED: dict[str, Any] = {"additional_config": {"dsl": {"projections": "dsl"}}}
 NORMS = re.compile(r"dsl serves (\d+) norms, RMSNorm of \d+ bfloat16, with residual")
 PROJECTED = re.compile(r"dsl serves (\d+) projections \((\w+)\), product of (\d+) to (\d+) bfloat16, for 1 to 64 rows")
+# What the log says of the layers that are served: (class, how many), and of norms how many of a kind.
+SERVED = (
+    {("QKVParallelLinear", "3"), ("RowParallelLinear", "3"), ("ParallelLMHead", "1")},
+    {"7"},  # two in each layer, and the last one
+)
+SERVED_OF = {
+    "projections, MLA": (
+        {
+            ("DeepSeekV2FusedQkvAProjLinear", "3"),
+            ("ColumnParallelLinear", "3"),
+            ("RowParallelLinear", "6"),  # of attention and of the MLP, whose sizes are the same
+            ("ParallelLMHead", "1"),
+        },
+        {"7"},
+    ),
+}
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 # vLLM 0.32.0 has no prompts' log-probabilities with LoRA on a CPU, where these prompts have none to give.
 SHORT = tuple((token,) for token in range(7, 13))
@@ -47,9 +66,12 @@ Outcomes = dict[str, Outcome]
 
 
 @pytest.fixture(scope="module")
-def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(
+    checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Outcomes:
     """By name; of a model in float32 as "MODEL, exact", without fused layers as "MODEL, off"."""
     here = device()
+    names = {one.get("name") for one in parameters(request)}
     jobs: dict[str, Job] = {}
 
     def add(name: str, model: str, backend: str = "dsl", dtype: str = "bfloat16", **facts: Any) -> None:
@@ -70,6 +92,10 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
     add("projections", "llama", engine=PROJECTIONS)
     cache = {"VLLM_CACHE_ROOT": str(tmp_path_factory.mktemp("cache"))}
     add("projections, compiled", "llama", engine=PROJECTIONS | {"enforce_eager": False}, environment=cache)
+    if "projections, MLA" in names:
+        add(f"{MLA}, exact", MLA, *here.mla_truth)
+        add("projections, MLA", MLA, engine=PROJECTIONS)
+        add(f"{MLA}, off", MLA, environment=OFF, engine=BY_VLLM)
     add("LoRA", "llama", engine={"enable_lora": True} | ASKED, prompts=SHORT)
     add("LoRA, off", "llama", environment=OFF, prompts=SHORT)
     add("another backend", "llama", here.dense, prompts=SHORT)
@@ -79,6 +105,8 @@ def outcomes(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -
     changed = str(checkpoint("llama-gates", MODELS["llama"].changed({"layers.0.mlp.gate_proj": 0.0})))
     backend, dtype = here.dense_truth
     jobs["without"] = Job(model=changed, backend=backend, dtype=dtype, prompts=prompts())
+    # Of the compared ones only those of selected tests.
+    jobs = {name: job for name, job in jobs.items() if name not in LINKED or name in names}
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
 
@@ -91,7 +119,7 @@ def test_the_layers_matter(outcomes: Outcomes) -> None:
 def test_matches(outcomes: Outcomes, name: str) -> None:
     if name not in outcomes:
         pytest.skip("one GPU, 2 are needed")
-    model = name if name in MODELS else "llama"
+    model = name if name in MODELS else MODEL_OF.get(name, "llama")
     exact = outcomes[f"{model}, exact"].answers
     errors = prompt_errors(outcomes[name].answers, exact)
     theirs = prompt_errors(outcomes[f"{model}, off"].answers, exact)
@@ -116,14 +144,10 @@ def test_log_says_which_projections_are_served(outcomes: Outcomes, name: str) ->
     if name not in outcomes:
         pytest.skip("one GPU, 2 are needed")
     found = PROJECTED.findall(outcomes[name].log)
-    assert {(kind, count) for count, kind, _, _ in found} == {
-        ("QKVParallelLinear", "3"),
-        ("RowParallelLinear", "3"),
-        ("ParallelLMHead", "1"),
-    }, outcomes[name].log[-4000:]
-    # Two in each layer, and the last one.
-    assert set(NORMS.findall(outcomes[name].log)) == {"7"}
-    assert not re.search(r"vLLM serves \d+ (projections|norms)", outcomes[name].log)
+    projections, norms = SERVED_OF.get(name, SERVED)
+    assert {(kind, count) for count, kind, _, _ in found} == projections, outcomes[name].log[-4000:]
+    assert set(NORMS.findall(outcomes[name].log)) == norms
+    assert not re.search(r"vLLM serves \d+ (projections|norms):", outcomes[name].log)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Setting:
         also_theirs: run vLLM's own backend in this setting too, because the setting costs accuracy.
         sleep: the engine answers all prompts, sleeps and wakes up before it answers them again.
         peer: vLLM's own backend for this setting; None for the case's.
-        products: part of the title of the kernel that must serve; empty for any.
+        says: parts of one line of the log about who serves attention: the layer, and the kernel's title.
     """
 
     id: str
@@ -85,7 +85,7 @@ class Setting:
     ranks: int = 1
     sleep: bool = False
     peer: str | None = None
-    products: str = ""
+    says: tuple[str, ...] = ()
     why: str
 
     @property
@@ -103,6 +103,7 @@ FP8_PRODUCTS: dict[str, Any] = {
     "kv_cache_dtype": "fp8",
     "additional_config": {"dsl": {"attention_kernel": "cute-fp8"}},
 }
+FP8_QUERIES = {"attention_kernel": "cute-fp8", "fp8_queries": True}
 # Prompts attend to projected keys, as FLASHMLA's do: the cache is read by later pieces of a prompt, and by decode.
 FP8_MLA_OPTIONS = {"mla_latent_queries": 8}
 FP8_MLA: dict[str, Any] = {
@@ -198,7 +199,7 @@ SETTINGS = (
         dtypes=("bfloat16",),
         also_theirs=True,
         cuda_only=True,
-        products="dense-prefill e4m3",
+        says=("dense-prefill e4m3",),
         why="prompts multiplied in 8 bits, as FlashAttention does",
     ),
     Setting(
@@ -219,8 +220,29 @@ SETTINGS = (
         also_theirs=True,
         cuda_only=True,
         peer="FLASHMLA",
-        products="mla-decode e4m3",
+        says=("mla-decode e4m3",),
         why="absorbed MLA multiplied in 8 bits, as FlashMLA does",
+    ),
+    Setting(
+        id="fp8-queries",
+        engine=FP8_PRODUCTS | {"additional_config": {"dsl": FP8_QUERIES}},
+        cases=("llama",),
+        dtypes=("bfloat16",),
+        also_theirs=True,
+        cuda_only=True,
+        says=("float8_e4m3fn queries", "dense-prefill e4m3"),
+        why="queries that vLLM quantises, of prompts and of decodes, which convert them to 16 bits",
+    ),
+    Setting(
+        id="fp8-queries-mla",
+        engine=FP8_MLA | {"additional_config": {"dsl": FP8_QUERIES | FP8_MLA_OPTIONS}},
+        cases=("deepseek_v2",),
+        dtypes=("bfloat16",),
+        also_theirs=True,
+        cuda_only=True,
+        peer="FLASHMLA",
+        says=("float8_e4m3fn queries", "mla-decode e4m3"),
+        why="latent queries that vLLM quantises, as it does for FlashMLA",
     ),
     Setting(
         id="graphs",
@@ -318,7 +340,7 @@ def test_matches(results: Results, case: Case, setting: Setting, dtype: str) -> 
     served = [line for line in outcome.log.splitlines() if "dsl serves attention" in line]
     assert served, "the log does not say that dsl serves"
     assert all(device().serves(line) for line in served)
-    assert any(setting.products in line for line in served)
+    assert any(all(part in line for part in setting.says) for line in served)
     if setting.id.startswith("experts"):
         by_dsl = re.findall(r"dsl serves \d+ layers of routed experts.*", outcome.log)
         assert len(by_dsl) == setting.ranks, "the log does not say that dsl serves experts"

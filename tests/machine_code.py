@@ -40,6 +40,7 @@ from dsl_backend.quant.format import (
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
     MXFP4,
+    MXFP4_TILED,
     MXFP8,
     NVFP4,
     ROW_SCALED,
@@ -130,6 +131,7 @@ LAYERS = (
     dense("hd192x128-packed", heads=(16, 16), dim=192, dim_v=128, page=None),
     dense("hd128-fp8", heads=(32, 8), dim=128, fp8=True),
     dense("hd128-fp8-queries", heads=(32, 8), dim=128, fp8=True, fp8_q=True, fp8_out=True, scales_by_request=True),
+    dense("hd128-nvfp4-outputs", heads=(32, 8), dim=128, nvfp4_out=True),
     dense("hd64-fp8-window-softcap-sinks", heads=(64, 8), dim=64, fp8=True, window=(99, None), softcap=5.0, sinks=True),
     dense("hd192x128-fp8-packed", heads=(16, 16), dim=192, dim_v=128, page=None, fp8=True),
     dense("hd64-invariant", heads=(64, 8), dim=64, batch_invariant=True),
@@ -190,7 +192,10 @@ EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     "e4m3-blocks": EXPERTS | {"topk": 4, "intermediate_size": 2816, "weight": BLOCK_SCALED},
     "e4m3-channels": EXPERTS | {"topk": 4, "weight": ROW_SCALED, "activation": SWIGLU_OAI, "interleaved": True},
 }
-# Of SM100 alone.
+# Of one architecture alone.
+WEIGHT_ONLY_LAYERS: dict[str, dict[str, Any]] = {
+    "mxfp4-tiled-oai-biases": EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": MXFP4_TILED},
+}
 BLOCK_SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "mxfp8": EXPERTS | {"topk": 4, "weight": MXFP8},
     "mxfp4-oai-biases": EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": MXFP4},
@@ -349,7 +354,8 @@ def weight_only_kernels(kind: WeightOnlyFormat) -> Iterator[Made]:
 def experts_subjects() -> Iterator[Subject]:
     """All pairs of tiles that are chosen for a layer."""
     for arch in ("sm_90a", "sm_100a"):
-        for name, facts in (EXPERTS_LAYERS | (BLOCK_SCALED_LAYERS if arch == "sm_100a" else {})).items():
+        of_arch = BLOCK_SCALED_LAYERS if arch == "sm_100a" else WEIGHT_ONLY_LAYERS
+        for name, facts in (EXPERTS_LAYERS | of_arch).items():
             kernels = partial(experts_kernels, arch, ExpertsSpec(**facts))
             yield Subject(id=f"{arch}-experts-{name}", arch=arch, kernels=kernels)
 
@@ -361,8 +367,8 @@ def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
     from dsl_backend.runtime.target import from_arch
 
     target = from_arch(arch)
-    if spec.weight is None:
-        for unit in precompile_specs_of(spec, target):
+    if spec.weight is None or spec.weight_only:
+        for unit in precompile_specs_of(spec, target, "cute-weight-only" if spec.weight_only else None):
             yield Made((unit.key.first, unit.key.second), unit.compile)
         return
     if spec.mma_scaled:
@@ -370,9 +376,13 @@ def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
             block_key = block_scaled_host.key_of(spec, tiles)
             yield Made((block_key.first, block_key.second), partial(block_scaled_host.build, block_key, target))
         return
-    for config in scaled_configs.candidates(spec, target):
+    configs = scaled_configs.decode_candidates if arch == "sm_90a" else scaled_configs.candidates
+    for config in configs(spec, target):
         key = scaled_host.key_of(spec, config)
         yield Made((key.first, key.second), partial(scaled_host.build, key, target))
+
+
+FINISHING = "bounds-finish-8"
 
 
 def sampling_subjects() -> Iterator[Subject]:
@@ -388,13 +398,18 @@ def sampling_subjects() -> Iterator[Subject]:
 def sampling_kernels(arch: str, spec: SamplingSpec) -> Iterator[Made]:
     """One CTA for a row, and eight."""
     from dsl_backend.runtime.target import from_arch
+    from dsl_backend.sampling import candidates
     from dsl_backend.sampling.configs import cluster_configs, widest_vector
     from dsl_backend.sampling.cute import host
 
     target = from_arch(arch)
-    for config in cluster_configs(spec, target, 1024, widest_vector(spec)):
-        if config.cluster in (1, 8):
-            yield Made(config, partial(host.build, host.key_of(spec, config), target), config.smem_bytes)
+    vector = widest_vector(spec)
+    configs = [config for config in cluster_configs(spec, target, 1024, vector) if config.cluster in (1, 8)]
+    # With top-p alone: bounds of lanes, and a second launch.
+    named = candidates.named(spec, target, 1024, vector, top_p_alone=True)
+    configs += [one for name, one in named.items() if name == FINISHING]
+    for config in configs:
+        yield Made(config, partial(host.build, host.key_of(spec, config), target), config.smem_bytes)
 
 
 def rope_subjects() -> Iterator[Subject]:
@@ -441,7 +456,8 @@ def norm_kernels(arch: str) -> Iterator[Made]:
         by_group = [] if width == GROUP else [quantized | {"scaling": Scaling.GROUP}]
         for facts in ({}, {"residual": True}, quantized, *by_group):
             spec = NormSpec(**{**plain, **facts, "width": width})
-            yield Made(default_config(spec), partial(host.build, host.key_of(spec), from_arch(arch)))
+            config = default_config(spec)
+            yield Made(config, partial(host.build, host.key_of(spec, config), from_arch(arch)))
 
 
 def softmax_kernels(arch: str) -> Iterator[Made]:
@@ -450,10 +466,12 @@ def softmax_kernels(arch: str) -> Iterator[Made]:
     from dsl_backend.softmax.cute import host
     from dsl_backend.softmax.spec import SoftmaxSpec
 
+    target = from_arch(arch)
     for dtype in (torch.bfloat16, torch.float32):
         for width in (*NORM_WIDTHS, 20552, 26240):
             spec = SoftmaxSpec(width=width, dtype=dtype, out_dtype=dtype, vector=8)
-            yield Made(default_config(spec), partial(host.build, host.key_of(spec), from_arch(arch)))
+            config = default_config(spec, target.chips[0])
+            yield Made(config, partial(host.build, host.key_of(spec, config), target))
 
 
 def subjects() -> Iterator[Subject]:

@@ -61,7 +61,8 @@ def test_help_imports_no_torch() -> None:
     assert "bench" in done.stdout
 
 
-# The fields that scripts may rely on, with the type of each. A change here is a change of doctor.SCHEMA_VERSION.
+# The fields that scripts may rely on, with the type of each. One that goes or changes its type is a change of
+# doctor.SCHEMA_VERSION.
 SCHEMA = {
     "schema_version": int,
     "verdict": {"serves": str, "wrong": str, "todo": str},
@@ -100,6 +101,14 @@ SCHEMA = {
                     "served_by": (str, type(None)),
                     "variants": [{"name": str, "batches": str}],
                     "kernels": [{"kernel": str, "name": str, "objections": [str]}],
+                    "by_name": [
+                        {
+                            "kernel": str,
+                            "name": str,
+                            "option": (str, type(None)),
+                            "variants": [{"name": str, "batches": str}],
+                        }
+                    ],
                 }
             ],
         }
@@ -167,6 +176,26 @@ def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
             assert operation["served_by"] in ("linear reference", "linear triton")
 
 
+@pytest.mark.parametrize(
+    ("arch", "layer", "served_by", "named"),
+    [
+        ("sm_100a", "NVFP4", None, ["scaled_linears_kernel cute-sm100"]),
+        ("sm_100a", "MXFP8", None, ["scaled_linears_kernel cute-sm100"]),
+        ("sm_100a", "e4m3 per channel", "scaled-linear triton", ["scaled_linears_kernel cute-sm100"]),
+        ("sm_90a", "e4m3 blocks", "scaled-linear sm90", []),
+        ("sm_90a", "NVFP4", None, []),
+        ("sm_90a", "fp8 cache", "dense-prefill sm90", ["attention_kernel cute-fp8"]),
+    ],
+)
+def test_kernels_that_serve_if_they_are_named(arch: str, layer: str, served_by: str | None, named: list[str]) -> None:
+    layers = {one["name"]: one for one in report("--arch", arch)["layers"]}
+    operation = layers[layer]["operations"][0]
+    assert operation["served_by"] == served_by
+    assert [f"{one['option']} {one['name']}" for one in operation["by_name"]] == named
+    shown = " ".join(invoke("doctor", "--arch", arch).stdout.split())
+    assert all(one.split()[1] in shown for one in named)
+
+
 @pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
 def test_logits_are_those_of_dispatch(arch: str) -> None:
     """Softmax, the sampler and verification, with every kernel of their tables; something serves each everywhere."""
@@ -191,16 +220,19 @@ def test_logits_are_those_of_dispatch(arch: str) -> None:
 def test_reasons_are_shown(arch: str) -> None:
     """What is for people holds every objection of a better kernel than the serving one, though each only once."""
     shown = " ".join(invoke("doctor", "--arch", arch).stdout.split())
-    objections = set()
+    objections, by_name = set(), set()
     for layer in report("--arch", arch)["layers"]:
         for operation in layer["operations"]:
+            by_name |= {kernel["name"] for kernel in operation["by_name"]}
             titles = [kernel["kernel"] for kernel in operation["kernels"]]
             better = titles.index(operation["served_by"]) if operation["served_by"] else len(titles)
             objections |= {reason for kernel in operation["kernels"][:better] for reason in kernel["objections"]}
     assert objections
     for reason in objections:
         assert shown.count(f"{reason} ") == 1, reason
-    assert "cute" not in shown
+    for name in sorted(by_name, key=len, reverse=True):
+        shown = shown.replace(name, "")
+    assert "cute" not in shown, "kernels are called by their titles, but where a name has to be given"
 
 
 class TestVerdict:
@@ -423,7 +455,8 @@ def test_a_broken_file_of_tuned_configs_is_a_problem(tmp_path: Path, monkeypatch
     path = tmp_path / "tuned.json"
     path.write_text('{"format": 1, "records": [{"family": "linaer"}]}')
     read_tuned_configs(path, monkeypatch)
-    message = f"{path}: record 0: family 'linaer' is not one of attention, experts, linear, scaled-linear"
+    kinds = "attention, experts, linear, scaled-linear, norm, sampling, softmax"
+    message = f"{path}: record 0: family 'linaer' is not one of {kinds}"
     for one in report(status=1)["tuned_configs"]:
         assert one["files"][0] == str(path)
         assert one["problems"] == [message]

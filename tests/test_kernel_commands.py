@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import dsl_backend
-from dsl_backend import cli
+from dsl_backend import cli, kernel_commands
 from dsl_backend.families import NAMES
 from dsl_backend.runtime import cache, compile_process, precompile, toolkit
 from dsl_backend.runtime import family as families
@@ -52,6 +52,26 @@ def config(tmp_path: Path) -> Path:
 
 def invoke(*words: object) -> Result:
     return CliRunner().invoke(cli.app, [str(word) for word in words])
+
+
+@needs_cute
+def test_kernels_of_experts_are_named(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in MXFP4 has kernels by name alone, and the line that says so names them."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps(MODEL | experts))
+    todo: list[PrecompileSpec] = []
+    monkeypatch.setattr(kernel_commands, "followed", lambda units, jobs, quiet: todo.extend(units) or [])
+    words = ("compile", "--model", config, "--arch", "sm_90a", "--family", "experts")
+    done = invoke(*words)
+    assert "weights in mxfp4 need the kernel's name: --experts-kernel cute-weight-only" in done.stdout
+    assert not todo
+    done = invoke(*words, "--experts-kernel", "cute-weight-only", "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["without"] == []
+    assert {unit.family for unit in todo} == {"experts"}
+    done = invoke(*words, "--experts-kernel", "fast")
+    assert done.exit_code == 2
+    assert "experts has no kernel 'fast': choose one of cute" in done.stderr
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])

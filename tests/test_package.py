@@ -76,5 +76,7 @@ def test_wheel(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"dsl_backend", f"dsl_backend-{dsl_backend.__version__}.dist-info"}
     assert "dsl_backend/_benchmarks/__init__.py" in names
-    assert {f"dsl_backend/{family}/tuned.json" for family in ("attention", "linear")} <= set(names)
+    assert {
+        f"dsl_backend/{family}/tuned.json" for family in ("attention", "linear", "norm", "sampling", "softmax")
+    } <= set(names)
     assert "dsl_backend/py.typed" in names

@@ -285,6 +285,7 @@ class Package:
 
         from dsl_backend.norm.cute import host
         from dsl_backend.norm.spec import FP8, NormSpec, Scaling
+        from dsl_backend.norm.tuned import config_of
 
         numbers = getattr(torch, dtype)
         spec = NormSpec(
@@ -297,7 +298,7 @@ class Package:
             scaling=Scaling(scaling),
             vector=math.gcd(8, width),
         )
-        yield partial(host.build, host.key_of(spec), self.target)
+        yield partial(host.build, host.key_of(spec, config_of(spec, self.target)), self.target)
 
     def sampling(
         self, *, dtype: str, vocab: int = 128256, tokens: str = "int64", top_k: str = "int32"
@@ -320,10 +321,11 @@ class Package:
 
         from dsl_backend.softmax.cute import host
         from dsl_backend.softmax.spec import SoftmaxSpec
+        from dsl_backend.softmax.tuned import config_of
 
         types = {"dtype": getattr(torch, dtype), "out_dtype": getattr(torch, out or dtype)}
         spec = SoftmaxSpec(width=width, log=log, vector=vector, **types)
-        yield partial(host.build, host.key_of(spec), self.target)
+        yield partial(host.build, host.key_of(spec, config_of(spec, self.target)), self.target)
 
 
 @dataclass(frozen=True)

@@ -4,18 +4,25 @@
 They are columns by default all the same: `--prepare-seconds` bounds the wait, and the caches on disk are kept.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from dsl_backend.providers import Run, provider
+from dsl_backend.runtime import target as targets
 
 from ..columns import missing
-from .inputs import Inputs, pages_of
+from .inputs import Inputs, pages_of, repage
 from .problems import Problem
-from .vllm_dense import e4m3_only, limits
+from .vllm_dense import e4m3_only, limits, queries
 
 WORKSPACE_BYTES = 394 << 20  # vLLM's default
 XQA_PAGES = (16, 32, 64, 128)
+# Of `trtllm_batch_decode_with_kv_cache_mla`: the larger of the two sizes of page that vLLM gives it, and of how many
+# tokens a row of its page table has a multiple.
+LATENT_PAGE, TABLE_TOKENS = 64, 128
+QK_NOPE_DIM = 128  # of DeepSeek's heads before absorption; it chooses nothing
 
 
 def workspace(inputs: Inputs) -> torch.Tensor:
@@ -99,6 +106,7 @@ def paged_prefill(problem: Problem, inputs: Inputs) -> Wrapper:
         pages,
         last,
         *sizes_of(problem),
+        head_dim_vo=problem.head_dim_v,
         causal=True,
         **options_of(problem),
     )
@@ -177,7 +185,7 @@ def latent_objections(problem: Problem) -> list[str]:
     package="flashinfer-python",
 )
 def latent(problem: Problem, inputs: Inputs) -> Run:
-    """FlashInfer's MLA decode, by default FA3's on Hopper."""
+    """FlashInfer's wrapper for MLA decode, by default with the kernel of FA3 on Hopper and that of FA2 elsewhere."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     starts, _, pages = page_lists(problem, inputs)
@@ -213,6 +221,101 @@ def latent(problem: Problem, inputs: Inputs) -> Run:
         return layer.out
 
     return run
+
+
+def of_capability(*majors: int) -> list[str]:
+    """Why a kernel for GPUs of these major compute capabilities does not run here."""
+    capability = targets.detect().capability
+    if capability is None or capability[0] in majors:
+        return []
+    return [f"is for SM{' and SM'.join(f'{major}x' for major in majors)}, this is SM{capability[0]}{capability[1]}"]
+
+
+def backend_objections(problem: Problem, majors: Sequence[int]) -> list[str]:
+    reasons = missing("flashinfer") + of_capability(*majors) + e4m3_only(problem)
+    if len(set(problem.q_lens)) > 1:
+        reasons.append("needs the same number of queries in every request")
+    if problem.batch_invariant:
+        reasons.append("vLLM does not use it in batch-invariant mode")
+    if problem.dtype != torch.bfloat16:
+        reasons.append("writes bfloat16 only")
+    return reasons
+
+
+def xqa_latent_objections(problem: Problem) -> list[str]:
+    reasons = backend_objections(problem, (12,))
+    return [*reasons, "decodes one query a request"] if max(problem.q_lens) > 1 else reasons
+
+
+def trtllm_objections(problem: Problem) -> list[str]:
+    reasons = backend_objections(problem, (10,))
+    if 64 < problem.heads_q < 128:
+        reasons.append("has no tiles for 65 to 127 heads")
+    return reasons
+
+
+def cute_objections(problem: Problem) -> list[str]:
+    reasons = backend_objections(problem, (10,))
+    return [*reasons, "has at most 128 heads"] if problem.heads_q > 128 else reasons
+
+
+def counters(problem: Problem, inputs: Inputs) -> dict[str, torch.Tensor]:
+    """The counters of trtllm-gen's kernels, zeroed once as in vLLM; before 0.6.18 FlashInfer zeroes its own."""
+    from flashinfer import utils
+
+    count = getattr(utils, "get_trtllm_gen_multi_ctas_kv_counter_bytes", None)
+    if count is None:
+        return {}
+    device = inputs.one.device
+    size = count(problem.requests, problem.heads_q, utils.get_device_sm_count(device))
+    return {"multi_ctas_kv_counter_buffer": torch.zeros(size, dtype=torch.uint8, device=device)}
+
+
+def latent_backend(problem: Problem, inputs: Inputs, backend: str) -> Run:
+    """`trtllm_batch_decode_with_kv_cache_mla` with one of its backends, on the same keys in pages of 64."""
+    from flashinfer.decode import trtllm_batch_decode_with_kv_cache_mla
+
+    table, caches = repage(problem, inputs, LATENT_PAGE)
+    # The added pages are beyond every request's length.
+    table = torch.nn.functional.pad(table, (0, -table.shape[1] % (TABLE_TOKENS // LATENT_PAGE)))
+    scratch, batch, latent = workspace(inputs), inputs.batch, problem.head_dim_v
+    options = counters(problem, inputs) if backend == "trtllm-gen" else {}
+    steps = (problem.requests, problem.q_lens[0], problem.heads_q)
+    q = [one.view(*steps, problem.head_dim) for one in queries(problem, inputs)]
+    # XQA's output has no dimension of a request's queries.
+    rows = (problem.requests, problem.heads_q) if backend == "xqa" else steps
+
+    def run(index: int) -> torch.Tensor:
+        out = inputs.layers[index].out
+        trtllm_batch_decode_with_kv_cache_mla(
+            query=q[index],
+            kv_cache=caches[index],
+            workspace_buffer=scratch,
+            qk_nope_head_dim=QK_NOPE_DIM,
+            kv_lora_rank=latent,
+            qk_rope_head_dim=problem.head_dim - latent,
+            block_tables=table,
+            seq_lens=batch.seq_lens,
+            max_seq_len=batch.max_seq_len,
+            out=out.view(*rows, latent),
+            bmm1_scale=problem.scale,
+            bmm2_scale=1.0,
+            backend=backend,
+            **options,
+        )
+        return out
+
+    return run
+
+
+for column, backend, objections in (
+    ("FlashInfer CuTe DSL", "cute-dsl", cute_objections),
+    ("trtllm-gen", "trtllm-gen", trtllm_objections),
+    ("XQA", "xqa", xqa_latent_objections),
+):
+    provider("mla-decode", name=column, objections=objections, limits=limits, package="flashinfer-python")(
+        partial(latent_backend, backend=backend)
+    )
 
 
 @provider(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of kernels that attend to an e4m3 cache, measured on a GPU: this package's and FlashAttention-3's.
+"""Errors of kernels that attend to an e4m3 cache, measured on a GPU: this package's, and vLLM's beside them.
 
-`python -m benchmarks.attention.fp8_errors` prints a table of docs/attention-fp8.md. The inputs are those of the model
-(fp8_accuracy.py), with QUERIES queries of one head behind the keys.
+`python -m benchmarks.attention.fp8_errors` prints tables of docs/attention-fp8.md. The inputs are those of the model
+(fp8_accuracy.py), with ROWS rows behind the keys: queries of one head, or of absorbed MLA those of LATENT_HEADS.
 """
 
 import math
@@ -14,9 +14,10 @@ import torch
 from dsl_backend.attention import api
 from dsl_backend.attention.spec import AttentionSpec, Batch
 
-from .fp8_accuracy import HEAD_DIM, INPUTS, Error, Sample
+from .fp8_accuracy import INPUTS, Error, Sample, heading
 
-QUERIES, PAGE = 128, 16
+ROWS, LATENT_HEADS = 128, 16
+PAGE = 64  # FlashMLA's only one
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class Stored:
     """A sample on a device, causal: the last of its queries sees all keys.
 
     Attributes:
-        q: [queries, 1, head_dim] bfloat16.
-        cache: [pages, page size, 1, 2 * head_dim] e4m3, keys beside values; pages are in the order of the keys.
+        q: [queries, heads, head_dim] bfloat16.
+        cache: [pages, page size, 1, dim] e4m3, keys beside values, or of absorbed MLA keys; pages are in the order of
+            the keys.
         k_scale, v_scale: [1] float32.
-        exact: [queries, head_dim] float64.
+        exact: [queries, heads, head_dim_v] float64, in units of the stored values times v_scale.
     """
 
     q: torch.Tensor
@@ -42,24 +44,51 @@ class Stored:
 
     @classmethod
     def of(cls, sample: Sample, device: torch.device) -> "Stored":
+        latent = sample.k.shape != sample.v.shape
+        heads, keys = LATENT_HEADS if latent else 1, len(sample.k)
         q, k, v = (one.to(device) for one in (sample.q, sample.k.double(), sample.v.double()))
-        rows, keys = len(q), len(k)
         unit = k.std()
-        scores = q.double() @ k.T / unit / math.sqrt(HEAD_DIM)
-        seen = torch.arange(keys, device=device) <= torch.arange(keys - rows, keys, device=device)[:, None]
+        scores = q.double() @ k.T / unit / math.sqrt(q.shape[1])
+        last = torch.arange(keys - len(q) // heads, keys, device=device).repeat_interleave(heads)
+        seen = torch.arange(keys, device=device) <= last[:, None]
         exact = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1) @ v
-        both = torch.cat([k, v], dim=-1).float().to(torch.float8_e4m3fn)
+        both = (k if latent else torch.cat([k, v], dim=-1)).float().to(torch.float8_e4m3fn)
+        k_scale = (1 / unit).float().view(1)
+        # Values of MLA are keys.
+        v_scale = k_scale if latent else torch.ones(1, device=device)
         return cls(
-            q[:, None].contiguous(),
-            both.view(torch.uint8).view(keys // PAGE, PAGE, 1, 2 * HEAD_DIM).view(torch.float8_e4m3fn),
-            (1 / unit).float().view(1),
-            torch.ones(1, device=device),
-            exact,
+            q.unflatten(0, (-1, heads)).contiguous(),
+            both.view(torch.uint8).view(keys // PAGE, PAGE, 1, -1).view(torch.float8_e4m3fn),
+            k_scale,
+            v_scale,
+            (exact * v_scale.double()).unflatten(0, (-1, heads)),
+        )
+
+    @property
+    def latent(self) -> bool:
+        return self.q.shape[-1] == self.cache.shape[-1]
+
+    @property
+    def spec(self) -> AttentionSpec:
+        head_dim = self.q.shape[-1]
+        return AttentionSpec(
+            heads_q=self.q.shape[1],
+            heads_kv=1,
+            head_dim=head_dim,
+            head_dim_v=self.exact.shape[-1],
+            scale=head_dim**-0.5,
+            dtype=torch.bfloat16,
+            kv_dtype=torch.float8_e4m3fn,
+            page_size=PAGE,
+            mla=self.latent,
         )
 
     @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cache[..., :HEAD_DIM], self.cache[..., HEAD_DIM:]
+        """Keys and values."""
+        head_dim, head_dim_v = self.q.shape[-1], self.exact.shape[-1]
+        values = self.cache[..., :head_dim_v] if self.latent else self.cache[..., head_dim:]
+        return self.cache[..., :head_dim], values
 
     @property
     def batch(self) -> Batch:
@@ -78,18 +107,8 @@ def ours(kernel: str | None) -> Callable[[Stored], torch.Tensor]:
     """This package's kernel of a name; the default one without."""
 
     def run(given: Stored) -> torch.Tensor:
-        spec = AttentionSpec(
-            heads_q=1,
-            heads_kv=1,
-            head_dim=HEAD_DIM,
-            head_dim_v=HEAD_DIM,
-            scale=HEAD_DIM**-0.5,
-            dtype=torch.bfloat16,
-            kv_dtype=torch.float8_e4m3fn,
-            page_size=PAGE,
-        )
         scales = {"k_scale": given.k_scale, "v_scale": given.v_scale}
-        return api.run(api.plan(spec, given.batch, kernel=kernel), given.q, *given.halves, **scales)
+        return api.run(api.plan(given.spec, given.batch, kernel=kernel), given.q, *given.halves, **scales)
 
     return run
 
@@ -116,7 +135,7 @@ def flash_attention(scaled: bool) -> Callable[[Stored], torch.Tensor]:
             max_seqlen_q=batch.max_query_len,
             seqused_k=batch.seq_lens,
             max_seqlen_k=batch.max_seq_len,
-            softmax_scale=HEAD_DIM**-0.5,
+            softmax_scale=given.spec.scale,
             causal=True,
             block_table=batch.block_table,
             fa_version=3,
@@ -129,32 +148,58 @@ def flash_attention(scaled: bool) -> Callable[[Stored], torch.Tensor]:
     return run
 
 
+def flash_mla(given: Stored) -> torch.Tensor:
+    """FlashMLA's kernel as vLLM calls it, with a scale of 1 of queries."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
+
+    batch, (queries, heads) = given.batch, given.q.shape[:2]
+    schedule, splits = get_mla_metadata_dense_fp8(batch.seq_lens, queries * heads, 1)
+    out, _ = flash_mla_with_kvcache_fp8(
+        q=given.q.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn)[None],
+        k_cache=given.cache,
+        block_table=batch.block_table,
+        cache_seqlens=batch.seq_lens,
+        head_dim_v=given.exact.shape[-1],
+        tile_scheduler_metadata=schedule,
+        num_splits=splits,
+        softmax_scale=given.spec.scale,
+        causal=True,
+        descale_q=torch.ones_like(given.k_scale),
+        descale_k=given.k_scale,
+    )
+    return out[0]
+
+
 KERNELS: dict[str, Callable[[Stored], torch.Tensor]] = {
     "16 bits (default)": ours(None),
     "e4m3 (`cute-fp8`)": ours("cute-fp8"),
     "FA3 fp8, queries' own scale": flash_attention(scaled=True),
     "FA3 fp8, queries' scale 1": flash_attention(scaled=False),
 }
+LATENT_KERNELS = {
+    "16 bits (default)": ours(None),
+    "e4m3 (`cute-fp8`)": ours("cute-fp8"),
+    "FlashMLA fp8, queries' scale 1": flash_mla,
+}
 
 
 def cell(run: Callable[[Stored], torch.Tensor], given: Stored) -> str:
     """The error of all rows and, in brackets, of the worst one, in percent; or why there is none."""
     try:
-        error = Error.of(run(given)[:, 0].double(), given.exact)
+        error = Error.of(run(given).double().flatten(0, 1), given.exact.flatten(0, 1))
     except Exception as reason:  # a peer may raise anything
         return f"{type(reason).__name__}: {reason}"[:80]
     return f"{100 * error.total:.2f} ({100 * error.row:.2f})"
 
 
-def table(device: torch.device) -> Iterator[str]:
+def table(device: torch.device, latent: bool) -> Iterator[str]:
     """Markdown: each kernel's error on each input."""
-    yield "| kernel | " + " | ".join(INPUTS) + " |"
-    yield "|---" * (len(INPUTS) + 1) + "|"
+    yield from heading("absorbed MLA" if latent else "kernel", INPUTS)
     samples = [
-        Stored.of(make(torch.Generator().manual_seed(seed), QUERIES), device)
+        Stored.of(make(torch.Generator().manual_seed(seed), ROWS, latent), device)
         for seed, make in enumerate(INPUTS.values())
     ]
-    for name, run in KERNELS.items():
+    for name, run in (LATENT_KERNELS if latent else KERNELS).items():
         yield f"| {name} | " + " | ".join(cell(run, given) for given in samples) + " |"
 
 
@@ -162,8 +207,9 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("kernels need a GPU; `python -m benchmarks.attention.fp8_accuracy` has a model", file=sys.stderr)
         return 2
-    for line in table(torch.device("cuda")):
-        print(line, flush=True)
+    for latent in (False, True):
+        for line in table(torch.device("cuda"), latent):
+            print(line, flush=True)
     return 0
 
 

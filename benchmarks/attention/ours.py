@@ -76,6 +76,14 @@ def write_kv(problem: WriteProblem, inputs: WriteInputs, kernel: str | None = No
     return run
 
 
+provider(
+    "prefill",
+    name="Triton",
+    objections=partial(objections, Operation.PREFILL, kernel="triton"),
+    default=False,
+    package="dsl-backend",
+)(partial(attention, kernel="triton"))
+
 for name, operation in (("prefill", Operation.PREFILL), ("mla-decode", Operation.MLA_DECODE)):
     provider(
         name,

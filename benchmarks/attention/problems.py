@@ -138,13 +138,18 @@ def dense(
     window_left: int | None = None,
     kv_dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
+    head_dim_v: int | None = None,
 ) -> Problem:
-    """Separate keys and values, in pages."""
+    """Separate keys and values, in pages.
+
+    Args:
+        head_dim_v: elements of a value row; by default as of a key row.
+    """
     return Problem(
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=head_dim,
-        head_dim_v=head_dim,
+        head_dim_v=head_dim if head_dim_v is None else head_dim_v,
         q_lens=tuple(q_lens),
         kv_lens=tuple(kv_lens),
         page_size=page_size,

@@ -19,9 +19,31 @@ DECODE_HEADS = ((128, 32, 8), (64, 64, 8), (128, 8, 1))
 SWEEP_BATCHES, SWEEP_LENGTHS = (1, 4, 16, 64, 128), (1, 4, 16, 64, 128)
 PREFILL_SHAPES = ((16, 1 * K), (4, 4 * K), (1, 16 * K))
 PREFILL_HEADS = ((128, 32, 8), (64, 64, 8), (256, 16, 2))
+# Further heads over e4m3 caches: twice the query heads of an 8B model, and keys of 192 with values of 128 (MiMo, and
+# DeepSeek's sizes without absorption).
+FP8_HEADS = ((128, 64, 8), *PREFILL_HEADS[1:])
+UNEQUAL_DIMS, UNEQUAL_HEADS = (192, 128), (64, 8)
+# Drafts, and the next turns of conversations: (query heads, tokens, keys, batch) with heads of 128 and 8 key heads.
+SHORT_QUERIES = (
+    *((64, tokens, 8 * K, 32) for tokens in (9, 16, 32, 64)),
+    (64, 16, 2 * K, 64),
+    (64, 48, K, 64),
+    (64, 90, 4 * K, 32),
+    (64, 100, 8 * K, 32),
+    *((32, tokens, 8 * K, 32) for tokens in (9, 16)),
+    (32, 16, 2 * K, 64),
+    (32, 100, 8 * K, 32),
+)
+# The same by rows of a key head, query heads times tokens: 96, 128 and 256. (query heads, tokens), (batch, keys).
+MANY_ROWS = ((64, 12), (64, 16), (128, 16))
+MANY_ROWS_KEYS = ((1, 32 * K), (4, 8 * K), (16, 2 * K), (64, 2 * K), (32, 8 * K), (8, 32 * K))
 # 16k tokens in prompts of these lengths, with as many key heads as query heads: the tables of FlashAttention's papers.
 LENGTHS, LENGTH_HEADS = tuple(512 * 2**i for i in range(6)), (128, 16, 16)
 LATENT_SHAPES = ((1, 8 * K), (8, 8 * K), (64, 4 * K), (128, 4 * K))
+# Groups of the same rows over 16-bit and over e4m3 caches. Heads of absorbed MLA: DeepSeek V2 Lite's, or V3's on two
+# GPUs and on one.
+DRAFTS = (("drafts", torch.bfloat16), ("e4m3-drafts", FP8))
+DRAFT_TOKENS, DRAFT_SHAPES, DRAFT_LATENT_HEADS = (1, 2, 4, 8), ((8, 8 * K), (64, 4 * K)), (16, 64, 128)
 
 
 def length(tokens: int) -> str:
@@ -63,9 +85,12 @@ def decode_cases(page: int = 16) -> list[Case[Problem]]:
     cases += [row((64, 64, 8), b, 8 * K, "window128", window_left=127) for b in (8, 64)]
     cases += [row(main, b, 32 * K, "window4k", window_left=4 * K - 1) for b in (1, 16)]
     cases += [row(main, *shape, name, kv_dtype=kind) for name, kind in FP8_GROUPS.items() for shape in DECODE_SHAPES]
+    # The same rows over 16-bit caches are those of the table, and of q1 to q8.
+    cases += [row(h, *shape, "e4m3-heads", kv_dtype=FP8) for h in DECODE_HEADS[1:] for shape in DECODE_SHAPES]
+    cases += [row(main, *shape, f"e4m3-q{q}", q=q, kv_dtype=FP8) for q in DRAFT_TOKENS for shape in DRAFT_SHAPES]
     cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in DECODE_SHAPES]
     cases += [row((512, 16, 2), b, 8 * K, "hd512") for b in (1, 8, 64)]
-    cases += [row(main, b, k, f"q{q}", q=q) for q in (1, 2, 4, 8) for b, k in ((8, 8 * K), (64, 4 * K))]
+    cases += [row(main, *shape, f"q{q}", q=q) for q in DRAFT_TOKENS for shape in DRAFT_SHAPES]
     cases.append(case_of("hd64-h4x2", dense(64, 4, 2, [1, 1, 1], [5, 16, 40], page_size=page), "tiny"))
     return cases
 
@@ -97,6 +122,22 @@ def prefill_cases(page: int = 16) -> list[Case[Problem]]:
     cases += [row(main, *shape, "window1k", window_left=K - 1) for shape in PREFILL_SHAPES[1:]]
     cases += [row((64, 64, 8), *shape, "window128", window_left=127) for shape in PREFILL_SHAPES[1:]]
     cases += [row(main, *shape, name, kv_dtype=kind) for name, kind in FP8_GROUPS.items() for shape in PREFILL_SHAPES]
+    cases += [row(h, *shape, "e4m3-heads", kv_dtype=FP8) for h in FP8_HEADS for shape in PREFILL_SHAPES[1:]]
+    dim, dim_v = UNEQUAL_DIMS
+    for batch, new in PREFILL_SHAPES[1:]:
+        problem = dense(
+            dim, *UNEQUAL_HEADS, [new] * batch, [new] * batch, page_size=page, kv_dtype=FP8, head_dim_v=dim_v
+        )
+        name = f"{heads(dim, *UNEQUAL_HEADS).replace('-', f'v{dim_v}-', 1)}-{batch}x{length(new)}"
+        cases.append(case_of(name, problem, "e4m3-heads"))
+    for heads_q, tokens in MANY_ROWS:
+        for batch, keys in MANY_ROWS_KEYS:
+            problem = dense(128, heads_q, 8, [tokens] * batch, [keys] * batch, page_size=page, kv_dtype=FP8)
+            cases.append(case_of(f"{heads_q * tokens // 8}-b{batch}-k{length(keys)}", problem, "e4m3-rows"))
+    for heads_q, tokens, keys, batch in SHORT_QUERIES:
+        for name, kind in (("short-queries", torch.bfloat16), ("e4m3-short-queries", FP8)):
+            problem = dense(128, heads_q, 8, [tokens] * batch, [keys] * batch, page_size=page, kv_dtype=kind)
+            cases.append(case_of(f"{heads(128, heads_q, 8)}-b{batch}-q{tokens}-k{length(keys)}", problem, name))
     cases += [row(main, *shape, "invariant", batch_invariant=True) for shape in PREFILL_SHAPES]
     cases += [row((512, 16, 2), *shape, "hd512") for shape in PREFILL_SHAPES]
     cases.append(case_of("hd64-h4x2", dense(64, 4, 2, [7, 33], [7, 40], page_size=page), "tiny"))
@@ -138,6 +179,12 @@ def latent_cases(page: int = 16) -> list[Case[Problem]]:
             case_of(f"h{h}-{b}x1+{q}", latent(h, [1] * b + [q], [2 * q] * b + [q], page_size=page), "prompt")
             for b, q in ((15, 256), (63, 256), (63, 448))
         ]
+    for group, kind in DRAFTS:
+        for h in DRAFT_LATENT_HEADS:
+            for q in DRAFT_TOKENS:
+                for batch, keys in DRAFT_SHAPES:
+                    problem = latent(h, [q] * batch, [keys] * batch, page_size=page, kv_dtype=kind)
+                    cases.append(case_of(f"h{h}-b{batch}-k{length(keys)}-q{q}", problem, group))
     cases.append(case_of("h4", latent(4, [1, 2], [20, 40], page_size=page), "tiny"))
     return cases
 

@@ -21,7 +21,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
 from .. import sweep, timing
-from ..case import Case, select
+from ..case import Case
 from ..check import BF16_LIMITS, FP8_LIMITS
 from ..sweep import Contest, Ready
 from . import inputs, oracle, rows
@@ -100,8 +100,8 @@ def main() -> int:
     sweep.add_arguments(parser)
     given = parser.parse_args()
     operation, cases = KINDS[given.operation]
+    chosen = sweep.rows_of(cases(16), given.rows, parser)
     target, device = targets.detect(), torch.device("cuda")
-    chosen = select(cases(16), given.rows)
     return sweep.run([contest(operation, case, target, device) for case in chosen], given)
 
 

@@ -57,7 +57,9 @@ def queries(problem: Problem, inputs: Inputs) -> list[torch.Tensor]:
 
 
 def triton_attention_objections(problem: Problem) -> list[str]:
-    return missing("vllm") + e4m3_only(problem)
+    unequal = problem.head_dim != problem.head_dim_v
+    sizes = ["has keys and values of one size"] if unequal else []
+    return missing("vllm") + e4m3_only(problem) + sizes
 
 
 @provider(
@@ -140,6 +142,7 @@ def flash_attention(problem: Problem, inputs: Inputs, version: int) -> Run:
             num_heads_q=problem.heads_q,
             num_heads_kv=problem.heads_kv,
             headdim=problem.head_dim,
+            headdim_v=problem.head_dim_v,
             cache_seqlens=batch.seq_lens,
             qkv_dtype=problem.kv_dtype,
             cu_seqlens_q=batch.query_start_loc,

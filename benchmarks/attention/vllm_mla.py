@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's MLA backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs; in rows of
-batch-invariant mode, as with VLLM_BATCH_INVARIANT=1.
+batch-invariant mode, as with VLLM_BATCH_INVARIANT=1. And FA4's MLA decode, which vLLM does not have.
 
 Only the attention kernels are timed. In vLLM each layer of TRITON_MLA also fills its output with zeros and concatenates
 the two parts of the query; that is not timed.
 """
 
+import importlib.util
+
 import torch
 from dsl_backend.providers import Launch, Run, provider
+from dsl_backend.runtime import target as targets
 
-from ..columns import missing
+from ..columns import missing, needs_gpu
 from .inputs import Inputs, repage
 from .problems import Problem
 from .vllm_dense import e4m3_only, flash_splits, limits, queries
 
+# The size of page that FA4 loads with TMA.
+FA4_PAGE = 128
 # TritonMLAImpl's constants.
 TRITON_KEYS_PER_SPLIT = 512
 TRITON_BLOCKS_PER_SM = 2
@@ -117,6 +122,47 @@ def flash_attn_mla(problem: Problem, inputs: Inputs) -> Run:
             scheduler_metadata=schedule,
             num_splits=splits,
         )
+        return result
+
+    return run
+
+
+def flash_attention_4_objections(problem: Problem) -> list[str]:
+    there = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    reasons = ([] if there else ["flash-attn-4 is not installed"]) + needs_gpu()
+    capability = targets.detect().capability
+    if capability is not None and capability[0] not in (10, 11):
+        reasons.append(f"has latents on SM10x and SM11x, this is SM{capability[0]}{capability[1]}")
+    if problem.is_fp8_kv:
+        reasons.append("does not read fp8 keys of latents")
+    if problem.batch_invariant:
+        reasons.append("vLLM does not use it for latents")
+    return reasons
+
+
+@provider("mla-decode", name="FA4", objections=flash_attention_4_objections, package="flash-attn-4")
+def flash_attention_4(problem: Problem, inputs: Inputs) -> Run:
+    """FA4 over the rope part, with the latent part as `qv`; it does not split keys."""
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    batch, latent = inputs.batch, problem.head_dim_v
+    table, caches = repage(problem, inputs, FA4_PAGE)
+
+    def run(index: int) -> torch.Tensor:
+        q, cache = inputs.layers[index].q, caches[index].unsqueeze(-2)
+        result: torch.Tensor = flash_attn_varlen_func(
+            q[..., latent:],
+            cache[..., latent:],
+            cache[..., :latent],
+            qv=q[..., :latent],
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            seqused_k=batch.seq_lens,
+            page_table=table,
+            softmax_scale=problem.scale,
+            causal=True,
+        )[0]
         return result
 
     return run

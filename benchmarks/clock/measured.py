@@ -17,8 +17,8 @@ class Measured:
     """A row that was timed.
 
     Attributes:
-        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-decode,
-            flash-mla, cutlass-gemm, cutlass-mla-fp8, quack-gemm, quack-gated or quack-softmax.
+        operator: softmax, linear, decode, prefill, mla-decode, mla-prefill or sampling; of others flash, flash-fp8,
+            flash-decode, flash-mla, cutlass-gemm, cutlass-mla-fp8, quack-gemm, quack-gated or quack-softmax.
         row: the benchmark's name of it; of others' operators the sizes that peers.py reads in it.
         microseconds: that the kernel took.
         samples: clusters that the clock simulates; 0: all, where CTAs wait for each other (none of others' do).
@@ -102,6 +102,7 @@ PUBLISHED = (
     published("flash-mla", "h128-b128-k2k", 800, "flash-attention #2468", 7),
     published("flash-mla", "h128-b128-k4k", 1013, "flash-attention #2468", 7),
     published("flash-mla", "h128-b128-k8k", 1178, "flash-attention #2468", 7),
+    published("flash-fp8", "hd128-h16-32x1k-causal", 832, "flash-attention #2642", 8),
     published("quack-gemm", "4096x4096x4096", 1047, "quack #82"),
     published("quack-gemm", "8192x8192x4096", 1276, "quack #82"),
     published("quack-gemm", "8192x8192x8192", 1233, "quack #82"),
@@ -168,6 +169,9 @@ UNTIMED = tuple(
         ("flash", "hd192v128-h16-16x1k", 1),
         ("flash", "hd192v128-h16-16x1k-causal", 8),
         ("flash", "hd256-h8-16x1k", 1),
+        ("flash-fp8", "hd128-h16-16x1k", 1),
+        ("flash-fp8", "hd128-h16-32x1k", 1),
+        ("flash-fp8", "hd128-h16-16x1k-causal", 8),
         ("flash-decode", "hd128-h32x8-b8-k8k-q1", 2),
         ("flash-decode", "hd128-h32x8-b8-k8k-q4", 2),
         ("flash-decode", "hd128-h32x8-b64-k4k-q1", 2),

@@ -2,7 +2,8 @@
 """Rows of others' kernels, as their packages call them.
 
 On the emulated chip tensors are zeros, and the process believes that it has the chip (stand_in.py). On a GPU
-(on_chip.py) they are normal. The packages are in `.peers` (`make peers`).
+(on_chip.py) they are normal. Those of attention in 8 bits are normal on both: how often a kernel rescales its output
+depends on scores. The packages are in `.peers` (`make peers`).
 """
 
 import importlib
@@ -12,6 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from ..attention.inputs import normal
 
 BF16 = torch.bfloat16
 LATENT, ROPE = 512, 64
@@ -55,10 +58,14 @@ def given(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype)
 
 
+def normal_e4m3(*shape: int) -> torch.Tensor:
+    return normal(shape, torch.float8_e4m3fn, torch.Generator(torch.get_default_device()).manual_seed(0))
+
+
 def flops(operator: str, row: str) -> float:
     """Operations of a row as its publishers count them: those that a causal mask hides are not counted."""
     match operator:
-        case "flash":
+        case "flash" | "flash-fp8":
             one = sizes(ATTENTION, row)
             dims = one["dim"] + one["dim_v"]
             return 2.0 * one["length"] ** 2 * dims * one["heads"] * one["batch"] / (1 + one["causal"])
@@ -81,6 +88,16 @@ def flash(row: str) -> Run:
     one = sizes(ATTENTION, row)
     dims = one["dim"], one["dim"], one["dim_v"]
     q, k, v = (given(one["batch"], one["length"], one["heads"], dim) for dim in dims)
+    return lambda: _flash_attn_fwd(q, k, v, causal=bool(one["causal"]))
+
+
+def flash_fp8(row: str) -> Run:
+    """The same with normal queries, keys and values in e4m3, without scales."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    one = sizes(ATTENTION, row)
+    dims = one["dim"], one["dim"], one["dim_v"]
+    q, k, v = (normal_e4m3(one["batch"], one["length"], one["heads"], dim) for dim in dims)
     return lambda: _flash_attn_fwd(q, k, v, causal=bool(one["causal"]))
 
 
@@ -227,6 +244,7 @@ def cutlass_mla_fp8(row: str) -> Run:
 
 RUNS = {
     "flash": flash,
+    "flash-fp8": flash_fp8,
     "flash-decode": flash_decode,
     "flash-mla": flash_mla,
     "cutlass-gemm": cutlass_gemm,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows' problems on the emulated chip: configurations that dispatch chooses for it, and tensors of zeros.
 
-Logits are normal.
+Logits are normal, and so is what attention in 8 bits has: how often it rescales its output depends on scores.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from dsl_backend.attention.dispatch import FP8_PRODUCTS
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
@@ -55,11 +56,12 @@ def only(cases: Any, row: str) -> Any:
 def softmax(row: str, target: Target) -> Run:
     from dsl_backend.softmax.cute import host
     from dsl_backend.softmax.spec import SoftmaxSpec
+    from dsl_backend.softmax.tuned import config_of
 
     rows, width = map(int, row.split("x"))
     spec = SoftmaxSpec(width=width, dtype=torch.bfloat16, out_dtype=torch.bfloat16, vector=8)
     x, out = torch.zeros(rows, width, dtype=torch.bfloat16), torch.zeros(rows, width, dtype=torch.bfloat16)
-    return lambda: host.build(host.key_of(spec), target)(x, out)
+    return lambda: host.build(host.key_of(spec, config_of(spec, target)), target)(x, out)
 
 
 def linear(row: str, target: Target) -> Run:
@@ -130,6 +132,18 @@ def attention(cases: Callable[[], Any], row: str, target: Target) -> Run:
 
 def flash(row: str, target: Target) -> Run:
     """The attention of a row of FlashAttention's: keys and values are packed."""
+    problem, spec = packed(row, torch.bfloat16)
+    return attended(problem, spec, target)
+
+
+def flash_fp8(row: str, target: Target) -> Run:
+    """The same with queries, keys and values in e4m3 and products in 8 bits."""
+    problem, spec = packed(row, torch.float8_e4m3fn)
+    return attended(problem, replace(spec, q_dtype=torch.float8_e4m3fn), target, FP8_PRODUCTS, normal=True)
+
+
+def packed(row: str, kv_dtype: torch.dtype) -> tuple[problems.Problem, AttentionSpec]:
+    """The problem of a row of FlashAttention's and its attention."""
     one = sizes(ATTENTION, row)
     lengths = (one["length"],) * one["batch"]
     problem = problems.Problem(
@@ -141,9 +155,10 @@ def flash(row: str, target: Target) -> Run:
         kv_lens=lengths,
         page_size=None,
         scale=one["dim"] ** -0.5,
+        kv_dtype=kv_dtype,
     )
     causality = Causality.CAUSAL if one["causal"] else Causality.FULL
-    return attended(problem, replace(problem.spec, causality=causality), target)
+    return problem, replace(problem.spec, causality=causality)
 
 
 def flash_decode(row: str, target: Target) -> Run:
@@ -168,30 +183,38 @@ def mla_fp8(row: str, target: Target) -> Run:
     one = sizes(MLA, row)
     lengths = [one["length"]] * one["batch"]
     problem = problems.latent(one["heads"], [1] * one["batch"], lengths, page_size=128, kv_dtype=torch.float8_e4m3fn)
-    return attended(problem, problem.spec, target, "cute-fp8")
+    return attended(problem, problem.spec, target, FP8_PRODUCTS)
 
 
-def attended(problem: Any, spec: AttentionSpec, target: Target, kernel: str = "cute") -> Run:
+def attended(problem: Any, spec: AttentionSpec, target: Target, kernel: str = "cute", *, normal: bool = False) -> Run:
+    """
+    Args:
+        normal: tensors are normal, not zeros.
+    """
     from dsl_backend.attention import api
     from dsl_backend.attention.plan import Planner
 
     from ..attention import inputs
 
-    given = inputs.build(problem, 0, CPU)
-    q, cache, out = (
-        torch.zeros(shape, dtype=dtype)
-        for shape, dtype in (
-            ((problem.tokens, problem.heads_q, problem.head_dim), problem.dtype),
-            (inputs.cache_shape(problem, pages(given.batch.block_table)), problem.kv_dtype),
-            ((problem.tokens, problem.heads_q, problem.head_dim_v), problem.dtype),
+    given = inputs.build(problem, int(normal), CPU)
+    if normal:
+        (layer,) = given.layers
+        q, keys, values, out = layer.q.to(spec.query_dtype), layer.keys, layer.values, layer.out
+    else:
+        q, cache, out = (
+            torch.zeros(shape, dtype=dtype)
+            for shape, dtype in (
+                ((problem.tokens, problem.heads_q, problem.head_dim), problem.dtype),
+                (inputs.cache_shape(problem, pages(given.batch.block_table)), problem.kv_dtype),
+                ((problem.tokens, problem.heads_q, problem.head_dim_v), problem.dtype),
+            )
         )
-    )
-    keys, values = inputs.split(problem, cache)
+        keys, values = inputs.split(problem, cache)
     scale = torch.ones(1) if spec.is_fp8_kv else None
 
     def run() -> None:
         plan = Planner(spec, target, Zeroed(CPU), kernel).plan(given.batch)
-        api.run(plan, q, keys, values, out=out, k_scale=scale, v_scale=scale)
+        api.run(plan, q, keys, values, out=out, q_scale=scale if spec.is_fp8_q else None, k_scale=scale, v_scale=scale)
 
     return run
 
@@ -216,6 +239,7 @@ OURS: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
 BESIDE: Mapping[str, Callable[[str, Target], Run]] = MappingProxyType(
     {
         "flash": flash,
+        "flash-fp8": flash_fp8,
         "flash-decode": flash_decode,
         "flash-mla": flash_mla,
         "cutlass-mla-fp8": mla_fp8,

@@ -51,6 +51,12 @@ def of_launch(name: str) -> Source:
     return Source(None, (f"launch/kernels/{name}_kernel.py",))
 
 
+def of_rows(operator: str) -> dict[str, Source]:
+    """The kernels of an operator of rows in other DSLs, of which RMSNorm has two: one adds a residual."""
+    names = {"Gluon": "gluon", "Helion": "helion", "TileLang": "tilelang", "cuTile": "cutile"}
+    return {column: Source(None, (f"{operator}/kernels/{name}_kernel.py",)) for column, name in names.items()}
+
+
 FA4 = ("flash_fwd_sm90", "mask", "softmax")
 # Operator -> provider -> what its kernel on SM90 is written in.
 SOURCES: dict[str, dict[str, Source]] = {
@@ -73,6 +79,7 @@ SOURCES: dict[str, dict[str, Source]] = {
             ("ops/softmax.py",),
             ("_softmax_single_block_forward_kernel", "_softmax_multi_block_forward_kernel"),
         ),
+        **of_rows("softmax"),
     },
     "norm": {
         "dsl": own("norm/cute/kernel.py"),
@@ -81,6 +88,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "Liger": Source(
             "liger_kernel", ("ops/rms_norm.py",), ("_rms_norm_forward_kernel", "_block_rms_norm_forward_kernel")
         ),
+        **of_rows("norm"),
     },
     "linear": {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),

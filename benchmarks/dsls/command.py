@@ -41,11 +41,9 @@ def main(names: Sequence[str], json_path: pathlib.Path | None, options: Options,
             records = [record for source in options.sources for record in in_order(measured.read(source), known)]
             command.show_results(records, (), options, console)
             return 0
-        selections = [
-            found for table in chosen.tables if (found := selection(table, known[table.operator], options)).cases
-        ]
-        if not selections:
-            raise ValueError(f"no row of {NAME} matches {options.rows!r}")
+        selections = [selection(table, known[table.operator], options) for table in chosen.tables]
+        command.check_matches(options.rows, selections, named=bool(names))
+        selections = [one for one in selections if one.cases]
         if options.only_list:
             for one in selections:
                 one.print(console)

@@ -27,26 +27,27 @@ class Table:
     shows: str
 
 
+OTHER_DSLS = ("Gluon", "Helion", "TileLang", "cuTile")
 # The quickest first.
 TABLES = (
     Table(
         operator="launch",
         groups=("tiny",),
-        peers=("CuTe DSL", "Triton", "Gluon", "torch", "torch.compile", "Helion", "TileLang", "cuTile"),
+        peers=("CuTe DSL", "Triton", "torch", "torch.compile", *OTHER_DSLS),
         compiled="tiny-add-40",
         shows="the cost of a launch",
     ),
     Table(
         operator="softmax",
         groups=("grid",),
-        peers=("torch", "torch.compile", "Triton", "Liger", "FlashInfer", "quack"),
+        peers=("torch", "torch.compile", "Triton", "Liger", "FlashInfer", "quack", *OTHER_DSLS),
         compiled="grid-4096x8192",
         shows="28 shapes",
     ),
     Table(
         operator="norm",
         groups=("grid",),
-        peers=("torch", "torch.compile", "Triton", "Liger", "FlashInfer", "quack", "vLLM"),
+        peers=("torch", "torch.compile", "Triton", "Liger", "FlashInfer", "quack", "vLLM", *OTHER_DSLS),
         compiled="grid-4096x8192",
         shows="RMSNorm, 28 shapes",
     ),
@@ -60,7 +61,7 @@ TABLES = (
     Table(
         operator="prefill",
         groups=("lengths",),
-        peers=("TRITON_ATTN", "FA2", "FA3", "FA4", "FLASHINFER", "cuDNN"),
+        peers=("torch", "torch.compile", "Triton", "TRITON_ATTN", "FA2", "FA3", "FA4", "FLASHINFER", "cuDNN"),
         compiled="lengths-hd128-h16x16-8x2k",
         shows="causal attention over lengths",
     ),

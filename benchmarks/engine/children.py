@@ -78,6 +78,18 @@ class Settings:
         return given | ({"enforce_eager": True} if self.eager else {}) | self.engine
 
 
+def arguments_of(backend: str, settings: Settings) -> dict[str, Any]:
+    """The engine's arguments for a backend, which a draft model has too; without the model and the backend."""
+    given = settings.arguments()
+    drafts = given.get("speculative_config") or {}
+    name = drafts.get("model")
+    if name not in models.SHAPES:
+        return given
+    folder = models.write(models.SHAPES[name], settings.cache / "models" / name)
+    # Without this vLLM chooses the draft model's backend by itself.
+    return given | {"speculative_config": drafts | {"model": str(folder), "attention_backend": backend}}
+
+
 def environment(settings: Settings, **changes: str) -> dict[str, str]:
     return child_environment(**{"VLLM_CACHE_ROOT": str(settings.cache)} | changes)
 
@@ -136,7 +148,7 @@ class Engine:
     def __init__(
         self, backend: str, scenarios: list[Scenario], settings: Settings, folder: Path, **variables: str
     ) -> None:
-        engine = {"model": str(settings.write_model()), "disable_log_stats": True, **settings.arguments()}
+        engine = {"model": str(settings.write_model()), "disable_log_stats": True, **arguments_of(backend, settings)}
         job = Job(
             backend=backend,
             engine=engine,
@@ -294,7 +306,7 @@ def serve_command(backend: str, settings: Settings, model: Path, port: int, **mo
         "host": "127.0.0.1",
         "port": port,
         "attention_backend": backend,
-        **settings.arguments(),
+        **arguments_of(backend, settings),
         **more,
     }
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

@@ -19,7 +19,7 @@ import torch
 from .. import facts, report
 from .children import Record, Settings, offline, served, side_by_side
 from .models import SHAPES, Shape
-from .scenarios import QUICK, QUICK_TOKENS, SCENARIOS, Scenario, choose
+from .scenarios import QUICK, QUICK_TOKENS, SCENARIOS, Scenario, choose, sampled
 
 OURS = "dsl"
 # Of the quick form. Prompts and outputs of a run fit into this many tokens of cache.
@@ -58,7 +58,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help=f"comma-separated list of {', '.join(sorted(SHAPES))}")
     parser.add_argument("--backends", help="comma-separated backends (default: dsl and its peers for the model)")
     parser.add_argument(
-        "--scenarios", help=f"comma-separated list of {', '.join(s.id for s in SCENARIOS)} (default: all)"
+        "--scenarios",
+        help=f"comma-separated list of {', '.join(s.id for s in SCENARIOS)} (default: all of these), and of "
+        f"{', '.join(s.id for s in sampled(SCENARIOS))}",
     )
     parser.add_argument(
         "--serve", action="store_true", help="measure `vllm serve` with concurrent streams instead of the engine"
@@ -79,7 +81,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--concurrent", type=int, default=64, help="concurrent requests with --serve (default: 64)")
     parser.add_argument("--json", type=Path, dest="json_path", help="write one JSON object on each line")
-    parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of the engine, as JSON")
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        help="further arguments of the engine, as JSON; the model of a speculative_config may be one of --model's",
+    )
     parser.add_argument(
         "--eager", action="store_true", help="run without torch.compile and CUDA graphs (always so on a CPU)"
     )

@@ -153,6 +153,28 @@ DEEPSEEK: dict[str, Any] = {
     },
 }
 
+# compressed-tensors: a scale for each output channel and each token.
+CHANNELS: dict[str, Any] = {
+    "format": "float-quantized",
+    "quant_method": "compressed-tensors",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {
+                "num_bits": 8,
+                "type": "float",
+                "strategy": "token",
+                "symmetric": True,
+                "dynamic": True,
+            },
+        }
+    },
+}
+# DeepSeek's and Qwen's: of 128x128 weights, and of 128 columns of a token.
+BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
 TINY_SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -168,6 +190,31 @@ SHAPES = {
         backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
         weight_bytes=16.1e9,
         token_bytes=32 * 2 * 8 * 128 * 2,
+    ),
+    # Weights in e4m3, but for the embedding and the logits.
+    **{
+        f"llama-8b-fp8-{name}": Shape(
+            config=LLAMA | {"quantization_config": quantization},
+            max_model_len=40960,
+            backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+            weight_bytes=9.1e9,
+            token_bytes=32 * 2 * 8 * 128 * 2,
+        )
+        for name, quantization in (("channels", CHANNELS), ("blocks", BLOCKS))
+    },
+    # A draft model for Llama's tokens. Dummy weights: greedy drafts repeat themselves as the model does.
+    "llama-draft": Shape(
+        config=LLAMA
+        | {
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+        },
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=0.7e9,
+        token_bytes=4 * 2 * 8 * 128 * 2,
     ),
     "qwen3-0.6b": Shape(
         config=QWEN,

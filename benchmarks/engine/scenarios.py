@@ -63,6 +63,7 @@ LONG = Scenario(
 )
 SCENARIOS = (
     Scenario(id="b1", figure=Figure.OUTPUT, requests=1, prompt=16, output=256, warm_requests=1, warm_output=32),
+    replace(B256, id="b8", requests=8, warm_requests=8),
     replace(B256, id="b16", requests=16, warm_requests=16),
     replace(B256, id="b64", requests=64, warm_requests=64),
     B256,
@@ -79,9 +80,19 @@ SCENARIOS = (
         timed_runs=3,
     ),
     Scenario(id="prompt-16k", figure=Figure.INPUT, requests=1, prompt=16384, output=1, warm_requests=1, warm_output=1),
+    replace(LONG, id="16k-b1", prompt=16384),
     LONG,
     replace(LONG, id="long-b32", requests=32, prompt=16384, timed_runs=2),
 )
+
+
+def sampled(scenarios: Sequence[Scenario]) -> list[Scenario]:
+    """Greedy scenarios of generated tokens with sampling, which are measured by name alone: `b16-sampled`."""
+    return [
+        replace(one, id=f"{one.id}-sampled", sampled=True)
+        for one in scenarios
+        if one.figure is Figure.OUTPUT and not one.sampled
+    ]
 
 
 # Scenarios of a few seconds whose caches let two engines share a GPU of 80 GB.
@@ -98,7 +109,8 @@ QUICK = tuple(
 
 
 def choose(names: str | None, small: bool, quick: bool = False) -> list[Scenario]:
-    """The scenarios of a comma-separated list, in the order of SCENARIOS; by default all of them.
+    """The scenarios of a comma-separated list, in the order of SCENARIOS and then those of `sampled`; by default all of
+    SCENARIOS.
 
     Args:
         small: at a size for CPUs.
@@ -107,8 +119,11 @@ def choose(names: str | None, small: bool, quick: bool = False) -> list[Scenario
     Raises:
         ValueError: a name is unknown.
     """
-    known = {scenario.id: scenario for scenario in (QUICK if quick else SCENARIOS)}
-    asked = list(known) if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    default = QUICK if quick else SCENARIOS
+    known = {scenario.id: scenario for scenario in (*default, *sampled(default))}
+    asked = (
+        [one.id for one in default] if names is None else [name.strip() for name in names.split(",") if name.strip()]
+    )
     unknown = [name for name in asked if name not in known]
     if unknown:
         raise ValueError(f"no scenario {', '.join(unknown)}: choose from {', '.join(known)}")

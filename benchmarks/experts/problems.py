@@ -8,15 +8,18 @@ from dsl_backend.checks import short
 from dsl_backend.experts import reference as eager
 from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.providers import Limits
 from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.mxfp4_tiles import packed_shape
 from dsl_backend.quant.reference import quantized
+from dsl_backend.testing.experts import tiled_weights
 
 from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
 
 COMPARED = 16  # number of compared tokens of a layer
-ROUTINGS = ("uniform", "zipf", "one")
+ROUTINGS = ("uniform", "zipf", "one", "half")
 # Of weights in 8 bits: a value of `hidden` that is next to a boundary is rounded to e4m3 the other way, up to 2^-4 off.
 # On an H200, kernels of ours were 0.01 to 0.03 off the reference in float32.
 FP8_LIMITS = Limits(total=0.05, row=0.15)
@@ -27,8 +30,9 @@ class Problem:
     """Tokens [m, hidden] through the top k of experts with SwiGLU.
 
     Attributes:
-        routing: the chance of an expert: equal, by Zipf's law, or all tokens to the same k experts.
-        weight: format of weights in 8 bits; x is in `dtype` all the same.
+        routing: the chance of an expert: equal, by Zipf's law, all tokens to the same k experts, or equal for one half
+            of the experts (k of them at least) and none for the others.
+        weight: format of weights in 8 or 4 bits; x is in `dtype` all the same.
     """
 
     m: int
@@ -59,6 +63,9 @@ class Problem:
             chances /= torch.arange(1, self.experts + 1)
         elif self.routing == "one":
             chances[self.topk :] = 0
+        elif self.routing == "half":
+            # Every other one, so that those without a token lie between those that have some.
+            chances[1 : 2 * (self.experts - max(ceil_div(self.experts, 2), self.topk)) : 2] = 0
         return chances
 
     @property
@@ -71,7 +78,10 @@ class Problem:
     def traffic_bytes(self) -> int:
         """Weights of the chosen experts, their scales and x are read once; the output is written once."""
         bytes_of_expert = 3 * self.width * self.hidden * (self.dtype if self.weight is None else torch.uint8).itemsize
-        if self.weight is not None:
+        if self.spec.weight_only:
+            shapes = (*[(self.width, self.hidden)] * 2, (self.hidden, self.width))
+            bytes_of_expert = 4 * sum(torch.Size(packed_shape(*shape)).numel() for shape in shapes)
+        elif self.weight is not None:
             shapes = ((2 * self.width, self.hidden), (self.hidden, self.width))
             bytes_of_expert += 4 * sum(torch.Size(self.weight.scale_shape(*shape)).numel() for shape in shapes)
         return int(self.chosen_experts * bytes_of_expert + 2 * self.m * self.hidden * self.dtype.itemsize)
@@ -82,7 +92,7 @@ class Problem:
 
     @property
     def limits(self) -> Limits:
-        return BF16_LIMITS if self.weight is None else FP8_LIMITS
+        return BF16_LIMITS if self.weight is None or self.spec.weight_only else FP8_LIMITS
 
     @property
     def parameters(self) -> dict[str, object]:
@@ -120,7 +130,7 @@ class Inputs:
 def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inputs:
     """Normal x, weights that preserve its variance, normalised router weights, and outputs of NaN.
 
-    Weights in 8 bits are quantised one expert at a time.
+    Weights in 8 and 4 bits are quantised one expert at a time.
     """
     generator = torch.Generator(device).manual_seed(seed)
     chances = problem.chances.to(device, torch.float32)
@@ -129,10 +139,14 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
         made = torch.empty(shape, dtype=problem.dtype, device=device)
         return made.normal_(0, deviation, generator=generator)
 
-    def weights_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def weights_of(*shape: int, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor | None]:
         deviation = shape[-1] ** -0.5
         if problem.weight is None:
             return normal(*shape, deviation=deviation), None
+        if problem.spec.weight_only:
+            one = (1, *shape[1:])
+            tiles = [tiled_weights(normal(*one, deviation=deviation), parts, False) for _ in range(shape[0])]
+            return torch.cat(tiles), None
         found = [quantized(normal(*shape[1:], deviation=deviation), problem.weight) for _ in range(shape[0])]
         return torch.stack([one.values for one in found]), torch.stack([one.scale for one in found])
 
@@ -141,7 +155,7 @@ def build(problem: Problem, layers: int, device: torch.device, seed: int) -> Inp
         ids = torch.multinomial(chances.expand(m, experts), problem.topk, generator=generator)
         weights = torch.rand(ids.shape, generator=generator, device=device) + 0.1
         x = normal(m, hidden)
-        w13, w13_scale = weights_of(experts, 2 * width, hidden)
+        w13, w13_scale = weights_of(experts, 2 * width, hidden, parts=2)
         w2, w2_scale = weights_of(experts, hidden, width)
         return Layer(
             x=x,

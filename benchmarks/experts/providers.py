@@ -32,7 +32,8 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:
 
 
 def vllm_objections(problem: Problem) -> list[str]:
-    return missing("vllm")
+    four_bit = ["weights in 4 bits are not timed with it"] if problem.spec.weight_only else []
+    return four_bit + missing("vllm")
 
 
 def vllm_scheme(problem: Problem, layer: Layer) -> Any:
@@ -66,18 +67,34 @@ def vllm_triton(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
+def up_first(rows: torch.Tensor) -> torch.Tensor:
+    """Weights or scales of gate and up rows, in their other order."""
+    return torch.cat([half.view(torch.uint8) for half in rows.chunk(2, 1)[::-1]], 1).view(rows.dtype)
+
+
 def flashinfer_objections(problem: Problem) -> list[str]:
-    eight_bit = [] if problem.weight is None else ["weights in 8 bits are not timed with it"]
-    return eight_bit + missing("flashinfer", "flashinfer-python")
+    served = problem.weight in (None, BLOCK_SCALED)
+    found = [] if served else ["weights in 8 and 4 bits are timed with it in 128x128 blocks alone"]
+    return found + missing("flashinfer", "flashinfer-python")
 
 
 @provider("experts", name="FlashInfer CUTLASS", objections=flashinfer_objections, package="flashinfer-python")
 def flashinfer_cutlass(problem: Problem, inputs: Inputs) -> Run:
-    """FlashInfer's CUTLASS kernels, autotuned. They need up rows first: the weights are repacked before the timing."""
+    """FlashInfer's CUTLASS kernels, autotuned. They need up rows first: the weights are repacked before the timing.
+
+    Of weights in 128x128 blocks they get x in 16 bits, and quantise it themselves, as vLLM calls them.
+    """
     from flashinfer.autotuner import autotune
     from flashinfer.fused_moe import cutlass_fused_moe
 
-    turned = [torch.cat(layer.w13.chunk(2, 1)[::-1], 1) for layer in inputs.layers]
+    turned = [up_first(layer.w13) for layer in inputs.layers]
+    scales: list[list[torch.Tensor]] = [[] for _ in inputs.layers]
+    options = {} if problem.weight is None else {"use_deepseek_fp8_block_scale": True}
+    if problem.weight is not None:
+        for found, layer in zip(scales, inputs.layers, strict=True):
+            assert layer.scales.w13 is not None
+            assert layer.scales.w2 is not None
+            found += [up_first(layer.scales.w13), layer.scales.w2]
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
@@ -88,8 +105,9 @@ def flashinfer_cutlass(problem: Problem, inputs: Inputs) -> Run:
             turned[index],
             layer.w2,
             problem.dtype,
-            quant_scales=[],
+            quant_scales=scales[index],
             output=layer.out,
+            **options,
         )
         return layer.out
 

@@ -15,11 +15,12 @@ from ..attention.problems import Problem, dense, latent
 from ..attention.rows import heads as heads_name
 from ..linear.problems import Problem as LinearProblem
 from ..norm.problems import Problem as NormProblem
+from ..scaled_linear.problems import Problem as ScaledProblem
 from ..softmax.problems import Problem as SoftmaxProblem
 from .draw import Draw
 
 SEED = 28
-COUNTS = {"mla-decode": 60, "prefill": 60, "linear": 100, "softmax": 30, "norm": 40}
+COUNTS = {"mla-decode": 60, "prefill": 60, "linear": 100, "scaled-linear": 60, "softmax": 30, "norm": 40}
 
 K = 1024
 # Keys of all requests of a batch: 1.2 GB of latent rows, and at most 4.3 GB of dense keys and values.
@@ -135,6 +136,21 @@ def gated(draw: Draw, index: int, page: int) -> tuple[str, LinearProblem]:
     return f"{m}x{n}x{k}", LinearProblem(m=m, n=n, k=k)
 
 
+def scaled(draw: Draw, index: int, page: int) -> tuple[str, ScaledProblem]:
+    """Gated layers and down projections in turn, with scales of channels, then of blocks."""
+    kind, is_gated = index % 10, index % 2 == 0
+    scheme = ("channels", "blocks")[index // 2 % 2]
+    m = draw.log_between(1, 64) if kind < 4 else draw.log_between(65, 512) if kind < 7 else draw.log_between(513, 8 * K)
+    n, k = draw.one_of(GATED)
+    if index % 5 == 4:  # sizes that fit no tile; blocks of up rows begin where those of gate rows end
+        multiple = 128 if is_gated and scheme == "blocks" else 16
+        n, k = multiple * draw.log_between(1024 // multiple, 16 * K // multiple), 16 * draw.log_between(64, 512)
+    if not is_gated:
+        n, k = k, n
+    name = f"{scheme}-{'gated' if is_gated else 'plain'}-{m}x{n}x{k}"
+    return name, ScaledProblem(m=m, n=n, k=k, scheme=scheme, gated=is_gated)
+
+
 def softmax_row(draw: Draw, index: int, page: int) -> tuple[str, SoftmaxProblem]:
     kind = index % 3
     width = draw.one_of(VOCABULARIES) if kind == 0 else draw.log_between(256, 128 * K)
@@ -169,6 +185,7 @@ FAMILIES: Mapping[str, Callable[[Draw, int, int], tuple[str, Any]]] = {
     "mla-decode": mla,
     "prefill": prefill,
     "linear": gated,
+    "scaled-linear": scaled,
     "softmax": softmax_row,
     "norm": norm_row,
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The candidate's process: `python -m benchmarks.judge.child REQUESTS REPLIES BLOCK`, which the judge starts.
+"""The candidate's process, which the judge starts: `python -m benchmarks.judge.child REQUESTS REPLIES BLOCK GPU_BYTES`.
 
 Each line of the pipe REQUESTS is a JSON object with `do` and arguments; each answer is one on a line of REPLIES.
 """
@@ -24,6 +24,8 @@ from .watch import Watch
 
 SMS = 4
 MOST_FINDINGS = 8
+# Of the stream that is current on a machine without a GPU: the default one, by its three names in CUDA.
+CURRENT_HANDLES = {0, 1, 2}
 # As they were before a candidate could replace them.
 CURRENT_STREAM, SYNCHRONIZE = torch.cuda.current_stream, torch.cuda.Stream.synchronize
 
@@ -33,6 +35,7 @@ class Recorder:
 
     def __init__(self, machine: Any, outputs: Sequence[torch.Tensor]) -> None:
         self.machine, self.outputs = machine, outputs
+        self.other_streams: set[int] = set()
         self.seen = self.bits()
         self.by_kernel = [torch.zeros_like(one) for one in self.seen]
         self.by_host = [torch.zeros_like(one) for one in self.seen]
@@ -59,6 +62,8 @@ class Recorder:
         self.overlap([launch])
 
     def overlap(self, launches: Sequence[Any]) -> None:
+        # The machine runs all launches in their order, so that this alone tells.
+        self.other_streams |= {launch.stream for launch in launches} - CURRENT_HANDLES
         self.account(self.by_host, self.by_kernel)
         if len(launches) == 1:
             self.machine.launch(launches[0])
@@ -177,14 +182,25 @@ class Candidate:
         if device is None or recorder is None:
             return {"errors": []}
         errors = [str(one) for one in device.errors][:MOST_FINDINGS]
+        if recorder.other_streams:
+            handles = ", ".join(hex(one) for one in sorted(recorder.other_streams))
+            errors.append(f"a kernel was launched on another stream than the current one: {handles}")
         return {"errors": errors, "launches": device.launches, "host_share": recorder.host_share()}
 
     def findings(self) -> dict[str, Any]:
         return {"findings": self._watch.findings()}
 
 
+def limit_gpu(most: int) -> None:
+    """Lets torch's allocator take at most so many bytes. The judge's process sees what is taken without it."""
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, most / total))
+
+
 def main() -> None:
     requests, replies, block = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "block"
+    if gpu_bytes := int(sys.argv[4]):
+        limit_gpu(gpu_bytes)
     candidate = Candidate(Watch(block))
     with os.fdopen(requests) as lines:
         for line in lines:

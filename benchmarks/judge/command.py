@@ -40,6 +40,7 @@ class Options:
         peers: comma-separated providers to time, all, or none; by default those of `bench` on a GPU, and none on a CPU.
         seconds: the time limit of each request: importing, preparing, launching.
         memory_mib: the memory limit of the candidate's process.
+        gpu_memory_mib: its limit of GPU memory, where it runs on a GPU.
     """
 
     arch: str | None = None
@@ -48,6 +49,7 @@ class Options:
     peers: str | None = None
     seconds: float = 240.0
     memory_mib: int = 16 << 10
+    gpu_memory_mib: int = 16 << 10
 
 
 DEFAULTS = Options()
@@ -140,7 +142,7 @@ def judge(candidate: pathlib.Path, op: str, options: Options, console: Console) 
     """Runs the trials, then times the candidate if it is right and not emulated."""
     on_gpu = torch.cuda.is_available() and options.arch is None
     device = torch.device("cuda" if on_gpu else "cpu")
-    limits = Limits(options.seconds, options.memory_mib << 20)
+    limits = Limits(options.seconds, options.memory_mib << 20, options.gpu_memory_mib << 20 if on_gpu else 0)
     verdict = Verdict(
         candidate=candidate.name,
         sha256=hashlib.sha256(candidate.read_bytes()).hexdigest(),

@@ -21,6 +21,8 @@ from functools import cache
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ..processes import ROOT
 
 # Variables that compilers and drivers need; everything else stays with the judge.
@@ -51,10 +53,12 @@ class Limits:
     Attributes:
         seconds: of one request: importing, preparing (compiling), or a launch.
         memory_bytes: of its own memory and its children's, without files that they map and the judge's tensors.
+        gpu_bytes: of a GPU's memory, without the judge's tensors; 0 where it does not run on a GPU.
     """
 
     seconds: float
     memory_bytes: int
+    gpu_bytes: int = 0
 
 
 class Stopped(Exception):
@@ -101,19 +105,26 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
     return {**kept, **{name: str(folder / place) for name, place in caches.items()}, **fixed}
 
 
+def command_of(requests: int, replies: int, limits: Limits) -> list[str]:
+    """What runs a candidate's process between two ends of pipes."""
+    prefix, _ = isolation()
+    network = "open" if prefix else "block"
+    ends = (str(requests), str(replies))
+    return [*prefix, sys.executable, "-m", f"{__package__}.child", *ends, network, str(limits.gpu_bytes)]
+
+
 class Process:
     """A candidate's process, ended with the block."""
 
     def __init__(self, folder: pathlib.Path, limits: Limits) -> None:
         self.limits = limits
         self.log = folder / "log"
-        prefix, _ = isolation()
         requests, self._send = os.pipe()
         self._receive, replies = os.pipe()
-        command = [*prefix, sys.executable, "-m", f"{__package__}.child", str(requests), str(replies)]
+        self._others_at_start = memory_of_others() if limits.gpu_bytes else 0
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "open" if prefix else "block"],
+                command_of(requests, replies, limits),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -182,6 +193,12 @@ class Process:
                 raise self.stopped(f"did not answer within {self.limits.seconds:g} s")
             elif (used := memory_of(self.process.pid)) > self.limits.memory_bytes:
                 raise self.stopped(f"has {used >> 20} MiB of memory; the limit is {self.limits.memory_bytes >> 20}")
+            elif (used := self.gpu_memory()) > self.limits.gpu_bytes:
+                raise self.stopped(f"has {used >> 20} MiB of GPU memory; the limit is {self.limits.gpu_bytes >> 20}")
+
+    def gpu_memory(self) -> int:
+        """Bytes of the GPU that were taken since the process started, by it or by another program; 0 without a GPU."""
+        return memory_of_others() - self._others_at_start if self.limits.gpu_bytes else 0
 
     def stopped(self, why: str | None) -> Stopped:
         """Ends the process; returns what is to be said of it."""
@@ -191,6 +208,15 @@ class Process:
         self.stop()
         words = " ".join(self.log.read_text(errors="replace")[-LAST_WORDS:].split())
         return Stopped(why or f"ended with exit status {self.process.returncode}{f': {words}' if words else ''}")
+
+
+def memory_of_others() -> int:
+    """Bytes of the current GPU's memory that are not free and not of this process's tensors.
+
+    The driver says how much is free. It names the processes that have the rest only outside of containers.
+    """
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def memory_of(session: int) -> int:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The providers of a launch: CuTe DSL as this package calls it and as it comes, other DSLs, torch, torch.compile."""
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, needs_gpu
+from ..columns import missing, missing_cutile, missing_gluon, needs_gpu
 from .problems import THREADS, Inputs, Problem
 
 REFERENCE = "reference"
@@ -92,10 +91,7 @@ def triton(problem: Problem, inputs: Inputs) -> Run:
 
 
 def gluon_objections(problem: Problem) -> list[str]:
-    if found := missing("triton"):
-        return found
-    there = importlib.util.find_spec("triton.experimental.gluon")
-    return [] if there else ["this Triton has no Gluon"]
+    return missing_gluon()
 
 
 @provider("launch", name="Gluon", objections=gluon_objections, package="triton")
@@ -174,9 +170,7 @@ def tilelang(problem: Problem, inputs: Inputs) -> Run:
 
 
 def cutile_objections(problem: Problem) -> list[str]:
-    """`cuda` is a namespace that cuda-python has too."""
-    there = importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.tile")
-    return ([] if there else ["cuda-tile is not installed"]) + needs_gpu()
+    return missing_cutile()
 
 
 @provider("launch", name="cuTile", objections=cutile_objections, package="cuda-tile")

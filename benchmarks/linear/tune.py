@@ -34,10 +34,14 @@ def classes(target: Target, device: torch.device, model: ModelShape | None) -> l
     """The classes that a CuTe DSL kernel serves."""
     dtype = torch.bfloat16 if model is None else getattr(torch, model.dtype)
     found = []
-    for (n, k, gated), (before, rows) in itertools.product(shapes(model), itertools.pairwise((0, *ROWS))):
-        problem = Problem(m=rows, n=n, k=k, gated=gated, dtype=dtype)
-        # vLLM's products of more rows are not replaced.
-        if (gated or rows <= MOST_ROWS) and not dispatch.cute(problem.spec, target):
-            of_shape = problem_of(n, k, gated, dtype, target.sm_count)
-            found.append(Class(TUNED_CONFIGS, of_shape.of_rows(before + 1, rows), (contest(problem, target, device),)))
+    for n, k, gated in shapes(model):
+        # Of a layer, whatever its rows: with large tiles it takes a second.
+        if dispatch.cute(Problem(m=1, n=n, k=k, gated=gated, dtype=dtype).spec, target):
+            continue
+        of_shape = problem_of(n, k, gated, dtype, target.sm_count)
+        for before, rows in itertools.pairwise((0, *ROWS)):
+            # vLLM's products of more rows are not replaced.
+            if gated or rows <= MOST_ROWS:
+                of_rows = contest(Problem(m=rows, n=n, k=k, gated=gated, dtype=dtype), target, device)
+                found.append(Class(TUNED_CONFIGS, of_shape.of_rows(before + 1, rows), (of_rows,)))
     return found

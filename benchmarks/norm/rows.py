@@ -13,6 +13,8 @@ MAIN = ((1, 4 * K), (16, 8 * K), (256, 4 * K), (4 * K, 4 * K), (16 * K, 8 * K))
 GRID_ROWS = tuple(512 * 2**i for i in range(7))
 GRID_WIDTHS = (4 * K, 8 * K, 16 * K, 32 * K)
 NARROW = (64, 128, 256, 512, 1024, 2048)
+# Hidden sizes that no power of two of threads fills: a row is spread exactly.
+EXACT_WIDTHS, EXACT_ROWS = (4608, 5120, 6656, 7168), (64, 4 * K)
 WIDE = (64 * K, 128 * K, 256 * K)
 
 
@@ -24,6 +26,7 @@ def cases() -> list[Case[Problem]]:
     found = [case(Problem(rows=rows, width=width, residual=True)) for rows, width in MAIN]
     found += [case(Problem(rows=rows, width=width), "grid", "rows") for rows in GRID_ROWS for width in GRID_WIDTHS]
     found += [case(Problem(rows=4 * K, width=width), "wide", "width") for width in WIDE]
+    found += [case(Problem(rows=rows, width=width), "exact") for rows in EXACT_ROWS for width in EXACT_WIDTHS]
     # Norms of heads.
     found += [case(Problem(rows=64 * K, width=width), "narrow", "width") for width in NARROW]
     for group, scaling in (

@@ -15,6 +15,9 @@ WHOLE_VOCAB = 201088
 # With the log-probabilities of the likeliest tokens, beside the same without.
 LOGPROBS = "logprobs"
 LOGPROBS_BATCHES = (1, 32, 128, 512)
+# A vocabulary of which a launch, and not the logits, takes the time.
+SMALL = "small"
+SMALL_VOCAB, SMALL_BATCHES = 300, (1, 16, 64, 256, 512)
 
 
 def case(problem: Problem, group: str = TABLE, axis: str | None = None) -> Case[Problem]:
@@ -45,6 +48,9 @@ def cases() -> list[Case[Problem]]:
         for name in ("none", "k+p")
         for rows in LOGPROBS_BATCHES
         for count in (None, 20)
+    ]
+    found += [
+        case(Problem(rows=rows, vocab=SMALL_VOCAB, filters=name), SMALL) for name in FILTERS for rows in SMALL_BATCHES
     ]
     found += [case(Problem(rows=1, vocab=300, filters=name), SMALLEST) for name in ("k+p", "min-p")]
     return found

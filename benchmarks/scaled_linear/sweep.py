@@ -46,7 +46,7 @@ def candidates(problems: Sequence[Problem], target: Target, most: int = MOST) ->
     found: list[Any] = []
     for problem in problems:
         spec = problem.spec
-        specs = [spec, spec.in_float32] if spec.out in sm90.QUANTISED_BESIDE else [spec]
+        specs = [spec, spec.in_float32] if spec.may_be_quantised_beside else [spec]
         every = [Choice(one, config) for one in specs for config in sm90.fitting(one, target.smem_bytes)]
         timed = [one for one in every if sm90.was_timed(one.spec, one.config, problem.m)]
         ranked = sorted(timed, key=lambda one: estimated_us(one, problem.m, target))
@@ -194,8 +194,14 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=MOST, help=f"configurations besides the default (default: {MOST})")
     sweep.add_arguments(parser)
     given = parser.parse_args()
-    target, device = targets.detect(), torch.device("cuda")
+    for pattern in given.rows:
+        if not list(problems(pattern)):
+            names = (
+                f"{layer}-{scheme}-{rows}" for layer in LAYERS for scheme in ("blocks", "channels") for rows in ROWS
+            )
+            parser.error(f"no row matches {pattern!r}: choose from {', '.join(names)}")
     rows = sweep.unique(row for pattern in given.rows for row in problems(pattern))
+    target, device = targets.detect(), torch.device("cuda")
     return sweep.run([contest(row, target, device, candidates([row], target, given.most)) for row in rows], given)
 
 

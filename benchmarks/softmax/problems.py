@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 from dsl_backend.checks import short
 from dsl_backend.providers import Limits
+from dsl_backend.rows import common_vector
 from dsl_backend.softmax import reference as eager
+from dsl_backend.softmax.spec import SoftmaxSpec
 
 from ..case import Reference, compared_rows
 from ..check import BF16_LIMITS
@@ -44,6 +46,16 @@ class Problem:
             "out_dtype": short(self.out_dtype),
             "log": self.log,
         }
+
+
+def spec_of(problem: Problem) -> SoftmaxSpec:
+    """The problem of dispatch, for rows that are aligned to vectors where their width is."""
+    x = torch.empty(1, problem.width, dtype=problem.dtype)
+    out = torch.empty(1, problem.width, dtype=problem.out_dtype)
+    vector = common_vector(x, out)
+    return SoftmaxSpec(
+        width=problem.width, dtype=problem.dtype, out_dtype=problem.out_dtype, log=problem.log, vector=vector
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ steps, and then FOLDER/result.json.
 """
 
 import json
+import re
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.scenarios import prompts
+from . import host
 
 WARM_STEPS = 8
 WARM_PROMPTS = 2  # steps of prompts
+DENSE = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Job:
         batch, prompt: the number of requests, and of tokens in each prompt.
         steps: steps to time, and as many to profile.
         prefill: the steps compute the prompts, and decode nothing.
+        host: profile what the host does, and no kernels.
     """
 
     backend: str
@@ -38,6 +42,7 @@ class Job:
     steps: int
     seed: int = 0
     prefill: bool = False
+    host: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -54,6 +59,21 @@ def bytes_read(model: Any, batch: int) -> int:
         size = weight.numel() * weight.element_size()
         total += 0 if "embed_tokens" in name and not tied else size * (share if ".experts." in name else 1.0)
     return int(total)
+
+
+def layer_products(model: Any) -> dict[str, int]:
+    """Bytes of the matrices that the first layer multiplies by, by the name of the module in their order.
+
+    Empty where a layer's are not those of a dense decoder: qkv, o, gate and up, down.
+    """
+    found: dict[str, int] = {}
+    for name, weight in model.named_parameters():
+        inside = re.search(r"\.layers\.0\.(?:self_attn|mlp)\.(\w+)\.\w+$", name)
+        if inside and weight.dim() == 2:
+            found[inside[1]] = found.get(inside[1], 0) + weight.numel() * weight.element_size()
+        elif ".layers.0." in name and weight.dim() > 1:
+            return {}
+    return found if list(found) == DENSE else {}
 
 
 class Requests:
@@ -108,24 +128,31 @@ class Prompts:
 
 
 def measure(llm: Any, job: Job, folder: Path) -> dict[str, Any]:
-    """Times and profiles steps; writes the trace."""
+    """Times and profiles steps; writes the trace, if kernels are profiled."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    def synchronize() -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     run = Prompts(llm.llm_engine, job).compute if job.prefill else Requests(llm.llm_engine, job).decode
     run(WARM_PROMPTS if job.prefill else WARM_STEPS)
-    torch.cuda.synchronize()
+    synchronize()
     began = time.perf_counter()
     run(job.steps)
-    torch.cuda.synchronize()
+    synchronize()
     step_us = (time.perf_counter() - began) / job.steps * 1e6
+    if job.host:
+        return {"step_us": step_us, "host": host.profiled(run, job.steps, step_us).to_dict()}
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         run(job.steps)
         torch.cuda.synchronize()
     profiled.export_chrome_trace(str(folder / "trace.json"))
     tokens = job.batch * (job.prompt if job.prefill else 1)
     (read,) = llm.apply_model(lambda model: bytes_read(model, tokens))
-    return {"step_us": step_us, "bytes_read": read}
+    (products,) = llm.apply_model(layer_products)
+    return {"step_us": step_us, "bytes_read": read, "layer_products": products}
 
 
 def main() -> None:

@@ -16,9 +16,9 @@ from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.softmax.configs import default_config
 from dsl_backend.softmax.cute import host as softmax_host
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.softmax.tuned import config_of
 
 SM90 = from_arch("sm_90a")
 
@@ -27,7 +27,7 @@ def softmax(width: int, vector: int = 8, two_pass: bool = False) -> None:
     """Four rows of bfloat16; `vector` elements in an access."""
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).bfloat16()
     spec = SoftmaxSpec(width=width, dtype=x.dtype, out_dtype=x.dtype, vector=vector)
-    config = default_config(spec)
+    config = config_of(spec, SM90)
     config = replace(config, two_pass=two_pass, vectors_per_thread=2 if two_pass else config.vectors_per_thread)
     softmax_host.build(softmax_host.key_of(spec, config), SM90)(x, torch.empty_like(x))
 

@@ -4,7 +4,8 @@
     plan = api.plan(spec, batch)                 # once a step
     out = api.run(plan, q, keys, values)         # for each layer of that spec
 
-All lengths stay on the device: neither call reads one, so both may be captured in a CUDA graph. An argument that does
+All lengths stay on the device: neither call reads one, so both may be captured in a CUDA graph. The graph then uses the
+plan's tensors and scratch: keep the plan as long as the graph, or a workspace that you gave it. An argument that does
 not fit raises InvalidInput; a problem that no kernel serves raises Unsupported with all objections. Errors in values on
 a GPU, such as a slot beyond the cache, are not detected; `Batch` and `write_kv` say what happens then.
 """
@@ -23,6 +24,7 @@ from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.log import warning_once
+from dsl_backend.quant.format import NVFP4
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import Workspace
 
@@ -167,13 +169,30 @@ def check_scales(
 def check_out_scale(spec: AttentionSpec, out_scale: torch.Tensor | None, device: torch.device) -> None:
     """A layer with quantised outputs needs their scale, which no other layer may have."""
     if out_scale is None:
-        require(not spec.is_fp8_out, "fp8 outputs need out_scale")
+        require(not spec.is_quantized_out, f"outputs in {spec.out_format} need out_scale")
         return
-    require(spec.is_fp8_out, f"out_scale was given, and outputs are {short(spec.output_dtype)}")
+    require(spec.is_quantized_out, f"out_scale was given, and outputs are {short(spec.output_dtype)}")
     if out_scale.numel() != 1 or out_scale.dtype != torch.float32 or out_scale.device != device:
         raise InvalidInput(
             f"out_scale is {short(out_scale.dtype)} {tuple(out_scale.shape)} on {out_scale.device}: one float32 on "
             f"{device} is needed"
+        )
+
+
+def check_out_block_scale(spec: AttentionSpec, scale: torch.Tensor | None, rows: int, device: torch.device) -> None:
+    """A layer with NVFP4 outputs needs a tensor for the scales of their blocks, which no other layer may have."""
+    if scale is None:
+        require(not spec.is_nvfp4_out, "outputs in nvfp4 need out in two parts: elements, and scales of blocks")
+        return
+    kind = "unquantised" if spec.out_format is None else f"in {spec.out_format}"
+    require(spec.is_nvfp4_out, f"out was given in two parts, and outputs are {kind}: one tensor is needed")
+    least, width = spec.block_scale_shape(rows)
+    shaped = scale.dim() == 2 and scale.shape[0] >= least and scale.shape[1] == width and scale.is_contiguous()
+    if not shaped or scale.dtype != NVFP4.scales or scale.device != device:
+        raise InvalidInput(
+            f"out[1] is {short(scale.dtype)} {tuple(scale.shape)} with strides {scale.stride()} on {scale.device}: "
+            f"contiguous {short(NVFP4.scales)} {(least, width)} on {device} is needed, the first dimension or more, in "
+            f"the order of quant.reference.swizzled"
         )
 
 
@@ -199,7 +218,7 @@ def run(
     keys: torch.Tensor,
     values: torch.Tensor,
     *,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     lse: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -222,7 +241,12 @@ def run(
         values: the same with head_dim_v. For absorbed MLA, keys[..., :head_dim_v].
         out: [tokens, heads_q, head_dim_v], written in place and returned; a new tensor by default. Rows that belong
             to no request are not written; a row that sees no key becomes 0. It must not share memory with another
-            tensor, which is not checked.
+            tensor, which is not checked. NVFP4 outputs are a pair: bytes [tokens, heads_q, head_dim_v / 2], two e2m1
+            each, the first in the low bits, which are returned; and the scales of blocks of 16 columns, float8_e4m3fn
+            [tokens, heads_q * head_dim_v / 16] padded to multiples of 128 and 4, swizzled as
+            `quant.reference.swizzled` says. A scale is the largest magnitude of the block's products with out_scale
+            / 6, rounded and saturated at 448; NaN if one of the products is. An element is the product divided by
+            that scale, rounded and saturated at 6. Scales of rows that belong to no request are not written.
         lse: [tokens, heads_q] float32 of any strides without overlap; receives the natural logarithm of the softmax's
             denominator (sinks included).
         sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
@@ -231,8 +255,9 @@ def run(
             times its scale, and of NVFP4 times that of its block. With `spec.scales_by_request` [requests, heads_kv],
             of any strides.
         q_scale: the same of the queries where `spec.q_dtype` says that they are quantised; by key head.
-        out_scale: one float32 where `spec.out_dtype` says that outputs are quantised. The output is stored divided by
-            it, rounded, and saturated at the format's largest number, infinities too; NaN stays NaN.
+        out_scale: one float32 where `spec.out_format` says that outputs are quantised. An output in e4m3 is stored
+            divided by it, rounded, and saturated at 448, infinities too; NaN stays NaN. One in NVFP4 is multiplied
+            by it, as in vLLM and FlashInfer: 2688 / the largest magnitude that is expected.
 
     Raises:
         InvalidInput: a tensor does not fit the plan, or requires a gradient while gradients are on (there is no
@@ -245,10 +270,16 @@ def run(
         require(len(q) == 2, f"q has {len(q)} parts: two are needed, or one tensor")
         q, q_rope = q
         checks.tensor("q[1]", q_rope)
+    out_block_scale = None
+    if isinstance(out, tuple):
+        require(len(out) == 2, f"out has {len(out)} parts: one tensor is needed, or of nvfp4 two")
+        out, out_block_scale = out
+        checks.tensor("out[1]", out_block_scale)
     if out is None:
         checks.tensor("q", q)
-        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.head_dim_v), dtype=plan.spec.output_dtype)
-    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale, out_scale)
+        out = q.new_zeros((*q.shape[:1], plan.spec.heads_q, plan.spec.output_width), dtype=plan.spec.output_dtype)
+    scales = k_scale, v_scale, q_scale, out_scale, out_block_scale
+    operands = Operands(q, q_rope, keys, values, out, lse, sinks, alibi_slopes, *scales)
     if torch.is_grad_enabled():
         check_gradients(operands)
     layouts = plan.planner.layouts
@@ -286,7 +317,7 @@ def check_gradients(tensors: Operands) -> None:
 def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     """Raises InvalidInput where a tensor does not fit the plan or the others."""
     spec, rows, device = plan.spec, plan.batch.num_tokens, plan.batch.device
-    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale, out_scale = operands
+    q, q_rope, keys, values, out, lse, sinks, alibi_slopes, k_scale, v_scale, q_scale, *out_scales = operands
     for name, tensor in zip(operands._fields[5:], operands[5:], strict=True):
         if tensor is not None:
             checks.tensor(name, tensor)
@@ -295,7 +326,7 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     else:
         check_rows("q[0]", q, (rows, spec.heads_q, spec.head_dim_v), spec.query_dtype, device)
         check_rows("q[1]", q_rope, (rows, spec.heads_q, spec.head_dim - spec.head_dim_v), spec.query_dtype, device)
-    check_rows("out", out, (rows, spec.heads_q, spec.head_dim_v), spec.output_dtype, device)
+    check_rows("out", out, (rows, spec.heads_q, spec.output_width), spec.output_dtype, device)
     checks.apart("out", out)
     lead = (0,) if spec.page_size is None else (0, spec.page_size)
     for name, tensor, width in (("keys", keys, spec.head_dim), ("values", values, spec.head_dim_v)):
@@ -312,7 +343,8 @@ def check_operands(plan: AttentionPlan, operands: Operands) -> None:
     check_per_head("sinks", sinks, spec.sinks, SINK_DTYPES, plan)
     check_per_head("alibi_slopes", alibi_slopes, spec.alibi, (torch.float32,), plan)
     check_scales(spec, k_scale, v_scale, device, plan.batch.num_requests, q_scale)
-    check_out_scale(spec, out_scale, device)
+    check_out_scale(spec, out_scales[0], device)
+    check_out_block_scale(spec, out_scales[1], rows, device)
 
 
 def check_lse(lse: torch.Tensor, rows: int, heads: int, device: torch.device) -> None:

@@ -129,10 +129,7 @@ def triton_mla(spec: AttentionSpec, target: Target) -> list[str]:
 
 def cute_mla(spec: AttentionSpec) -> list[str]:
     """What the CuTe DSL kernels of absorbed MLA need."""
-    quantised = (
-        [f"queries of {short(spec.query_dtype)}: it takes those of {short(spec.dtype)}"] if spec.is_fp8_q else []
-    )
-    return [*toolkit.missing(), *storage(spec), *latent_only(spec), *quantised]
+    return [*toolkit.missing(), *storage(spec), *latent_only(spec)]
 
 
 # Head sizes whose values are split: a split must have the swizzled chunks of queries, since outputs reuse their smem.
@@ -140,10 +137,11 @@ WIDE_DIMS = (384, 512)
 
 
 def cute_dense(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
-    """What the CuTe DSL kernels of dense attention need, on any SM."""
+    """What the CuTe DSL kernels of dense attention need, on any SM; nvfp4: it has conversions from and to NVFP4."""
     reasons = [*toolkit.missing(), *storage(spec, nvfp4)]
     # TMA and vectors of 16 bytes: of values for their outputs too.
-    units = 16 if spec.is_fp8_kv else 8, 16 if spec.is_fp8_kv or spec.is_fp8_out else 8
+    unit = 16 if spec.is_fp8_kv else 8
+    units = unit, 32 if spec.is_nvfp4_out else 16 if spec.is_quantized_out else unit
     dims = ("head size", spec.head_dim), ("value head size", spec.head_dim_v)
     for (name, dim), unit in zip(dims, units, strict=True):
         if (dim % unit or not 16 <= dim <= 256) and dim not in WIDE_DIMS:
@@ -151,7 +149,12 @@ def cute_dense(spec: AttentionSpec, nvfp4: bool = False) -> list[str]:
             reasons.append(f"{name} {dim} is not a multiple of {unit} from 16 to 256, {wide}")
     if spec.mla:
         reasons.append("serves keys and values of their own, not the latent ones of MLA")
-    return reasons
+    return reasons + ([] if nvfp4 else nvfp4_outputs(spec))
+
+
+def nvfp4_outputs(spec: AttentionSpec) -> list[str]:
+    """Outputs that SM90 has no conversion to, nor a matrix product that would read them."""
+    return ["outputs in nvfp4 are those of SM100, which has instructions for e2m1"] if spec.is_nvfp4_out else []
 
 
 def cute_dense_sm100(spec: AttentionSpec) -> list[str]:
@@ -173,7 +176,7 @@ def fp8_dense(spec: AttentionSpec, unserved: list[str]) -> list[str]:
 
 def fp8_products(spec: AttentionSpec) -> list[str]:
     """What SM90's kernel with products in 8 bits needs."""
-    return fp8_dense(spec, fp8_sm90.unserved(spec))
+    return fp8_dense(spec, fp8_sm90.unserved(spec) + nvfp4_outputs(spec))
 
 
 def fp8_products_sm100(spec: AttentionSpec) -> list[str]:
@@ -187,7 +190,7 @@ def fp8_decode(spec: AttentionSpec) -> list[str]:
 
 
 def fp8_decode_sm100(spec: AttentionSpec) -> list[str]:
-    return fp8_products_sm100(spec) or cute_dense(spec)
+    return fp8_products_sm100(spec) or cute_dense_sm100(spec)
 
 
 def fp8_mla(spec: AttentionSpec) -> list[str]:

@@ -11,7 +11,7 @@ from dsl_backend.attention import dispatch, precompile, rope_dispatch
 from dsl_backend.attention.rope_spec import MLARopeSpec, RopeSpec, RopeStyle
 from dsl_backend.attention.spec import AttentionSpec, Causality
 from dsl_backend.attention.tuned import TUNED_CONFIGS
-from dsl_backend.quant.format import NVFP4_KV
+from dsl_backend.quant.format import NVFP4, NVFP4_KV
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
@@ -45,6 +45,7 @@ def typical_layers(target: Target) -> dict[str, LayerSpec]:
         "head size 512": dense(512),
         "fp8 cache": replace(usual, kv_dtype=torch.float8_e4m3fn),
         "NVFP4 cache": replace(usual, kv_dtype=NVFP4_KV.dtype),
+        "outputs in NVFP4": replace(usual, out_format=NVFP4),
         "window": replace(usual, window_left=4095, window_right=0),
         "sinks and window": replace(dense(64), heads_q=64, sinks=True, window_left=127, window_right=0),
         "softcap": replace(dense(256), heads_q=16, softcap=50.0),
@@ -75,6 +76,7 @@ FAMILY = Family(
         rope_dispatch.OPERATION: rope_dispatch.TABLE,
         rope_dispatch.MLA_OPERATION: rope_dispatch.MLA_TABLE,
     },
+    naming_options={operation.value: "attention_kernel" for operation in dispatch.TABLE},
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,

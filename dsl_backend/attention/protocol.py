@@ -34,6 +34,7 @@ class Operands(NamedTuple):
     v_scale: torch.Tensor | None
     q_scale: torch.Tensor | None = None
     out_scale: torch.Tensor | None = None
+    out_block_scale: torch.Tensor | None = None
 
 
 Launch = Callable[[Operands], None]

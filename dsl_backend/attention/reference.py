@@ -14,7 +14,7 @@ from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.checks import require
 from dsl_backend.errors import InvalidInput
 from dsl_backend.quant.format import E2M1_MAX, E4M3, KV_BLOCK, format_of, is_fp8
-from dsl_backend.quant.reference import packed_e2m1, unpacked_e2m1
+from dsl_backend.quant.reference import packed_e2m1, swizzled_places, unpacked_e2m1
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -253,6 +253,17 @@ def quantize(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None)
     return scaled.clamp(-limit, limit).to(dtype)
 
 
+def store_nvfp4_rows(operands: Operands, rows: torch.Tensor, where: slice) -> None:
+    """Store outputs [tokens, heads_q, dim] in NVFP4, as the rows `where`."""
+    assert operands.out_scale is not None
+    assert operands.out_block_scale is not None
+    elements, scales = quantize_nvfp4(rows.float() * operands.out_scale.view(1), None)
+    operands.out[where] = elements
+    stored = operands.out_block_scale.view(torch.uint8).view(-1)
+    tokens = torch.arange(where.start, where.stop, device=rows.device)
+    stored[swizzled_places(tokens, operands.out_block_scale.shape[1])] = scales.flatten(1)
+
+
 def owned_rows(batch: Batch) -> slice:
     """The rows of q that belong to a request."""
     return slice(int(batch.query_start_loc[0]), int(batch.query_start_loc[-1]))
@@ -292,7 +303,10 @@ class ReferenceKernel(Kernel):
             compute_dtype=compute,
         )
         mine = owned_rows(batch)
-        indexable(operands.out)[mine] = indexable(quantize(out[mine], operands.out.dtype, operands.out_scale))
+        if self.spec.is_nvfp4_out:
+            store_nvfp4_rows(operands, out[mine], mine)
+        else:
+            indexable(operands.out)[mine] = indexable(quantize(out[mine], operands.out.dtype, operands.out_scale))
         if operands.lse is not None:
             operands.lse[mine] = lse[mine].to(torch.float32)
 

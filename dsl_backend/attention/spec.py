@@ -10,7 +10,10 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.checks import require, short
-from dsl_backend.quant.format import E4M3, KVFormat, format_of, is_fp8
+from dsl_backend.quant.format import E4M3, NVFP4, TENSOR_SCALED, KVFormat, ScaledFormat, format_of, is_fp8
+
+# How outputs may be quantised.
+OUTPUT_FORMATS = (TENSOR_SCALED, NVFP4)
 
 
 class Causality(enum.Enum):
@@ -33,10 +36,12 @@ class AttentionSpec:
         head_dim: elements of a query and key row; for absorbed MLA latent + rope, such as 576.
         head_dim_v: elements of a value and output row.
         dtype: of queries and outputs, unless these are quantised.
-        q_dtype: torch.float8_e4m3fn where queries are quantised, which needs an fp8 cache; None: they are of dtype.
+        q_dtype: torch.float8_e4m3fn where queries are quantised, which needs an fp8 or NVFP4 cache; None: as dtype.
         kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2, or
             torch.float4_e2m1fn_x2 for NVFP4 (`quant.format.KVFormat` says how it is stored).
-        out_dtype: torch.float8_e4m3fn where outputs are quantised, by one scale; None: they are of dtype.
+        out_format: how outputs are quantised: `quant.format.TENSOR_SCALED` (e4m3, one scale) or `NVFP4` (scales of 16
+            columns in the order of SM100's matrix products, rows of all heads one behind another); None: they are of
+            dtype.
         scales_by_request: scales of 8-bit tensors are [requests, heads_kv], as FlashAttention-3's descale tensors.
         page_size: tokens a page; None where keys and values are packed without pages.
         scale: multiplies q·k.
@@ -68,7 +73,7 @@ class AttentionSpec:
     batch_invariant: bool = False
     scales_by_request: bool = False
     q_dtype: torch.dtype | None = None
-    out_dtype: torch.dtype | None = None
+    out_format: ScaledFormat | None = None
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)  # the class is frozen
@@ -86,16 +91,22 @@ class AttentionSpec:
         if self.q_dtype is not None:
             checks.dtype("q_dtype", self.q_dtype)
             require(
-                self.q_dtype == E4M3.dtype and is_fp8(self.kv_dtype),
+                self.q_dtype == E4M3.dtype and self.is_quantized_kv,
                 f"q_dtype is {short(self.q_dtype)} with keys of {short(self.kv_dtype)}: None, or {E4M3.name} with an "
-                f"fp8 cache, is possible",
+                f"fp8 or NVFP4 cache, is possible",
             )
-        if self.out_dtype is not None:
-            checks.dtype("out_dtype", self.out_dtype)
+        if self.out_format is not None:
+            checks.instance("out_format", self.out_format, ScaledFormat)
             require(
-                self.out_dtype == E4M3.dtype and not self.mla,
-                f"out_dtype is {short(self.out_dtype)}{' with the latent values of MLA' if self.mla else ''}: None, or "
-                f"{E4M3.name} with values of their own, is possible",
+                self.out_format in OUTPUT_FORMATS and not self.mla,
+                f"out_format is {self.out_format}{' with the latent values of MLA' if self.mla else ''}: None, or "
+                f"{' or '.join(map(str, OUTPUT_FORMATS))} with values of their own, is possible",
+            )
+        if self.is_nvfp4_out:
+            require(
+                self.head_dim_v % 16 == 0 and self.heads_q * self.head_dim_v % 64 == 0,
+                f"outputs in {NVFP4} have {self.heads_q=} times {self.head_dim_v=} columns: head_dim_v must be a "
+                f"multiple of 16, the columns of a block, and their product one of 64, since scales lie in fours",
             )
         checks.member("causality", self.causality, Causality)
         for name in ("sinks", "alibi", "mla", "batch_invariant", "scales_by_request"):
@@ -146,14 +157,27 @@ class AttentionSpec:
         return self.dtype if self.q_dtype is None else self.q_dtype
 
     @property
-    def is_fp8_out(self) -> bool:
-        """Whether outputs are quantised, by a scale."""
-        return self.out_dtype is not None
+    def is_quantized_out(self) -> bool:
+        """Whether outputs are quantised, with a scale."""
+        return self.out_format is not None
+
+    @cached_property
+    def is_nvfp4_out(self) -> bool:
+        return self.out_format == NVFP4
 
     @property
     def output_dtype(self) -> torch.dtype:
         """Of outputs as they are stored."""
-        return self.dtype if self.out_dtype is None else self.out_dtype
+        return self.dtype if self.out_format is None else self.out_format.values
+
+    @property
+    def output_width(self) -> int:
+        """Elements of the tensor for an output row of a head: of NVFP4 bytes."""
+        return self.head_dim_v if self.out_format is None else self.head_dim_v // self.out_format.packed
+
+    def block_scale_shape(self, rows: int) -> tuple[int, ...]:
+        """Of the scales of NVFP4 outputs of so many rows."""
+        return NVFP4.scale_shape(rows, self.heads_q * self.head_dim_v)
 
     @property
     def written_dims(self) -> tuple[int, int]:
@@ -172,7 +196,7 @@ class AttentionSpec:
         page = "packed" if self.page_size is None else f"page {self.page_size}"
         dim = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"({self.head_dim}, {self.head_dim_v})"
         q = f", {short(self.q_dtype)} queries" if self.q_dtype is not None else ""
-        out = f", {short(self.out_dtype)} outputs" if self.out_dtype is not None else ""
+        out = "" if self.out_format is None else f", {self.out_format} outputs"
         heads = f"{self.heads_q}/{self.heads_kv} heads of {dim}"
         return f"{heads}, {short(self.dtype)}{q}{kv}{out}, {page}, {' '.join(features)}"
 

@@ -71,6 +71,15 @@ def sm90_extend(spec: AttentionSpec, target: Target) -> Variant | None:
     return None if config is None else split_prompts(config, spec, target)
 
 
+def packed_fp8(packed: Callable[[AttentionSpec], Any]) -> Second:
+    """The kernel of short queries with e4m3 products, for longer ones too."""
+
+    def splitting(spec: AttentionSpec, target: Target) -> Variant | None:
+        return split_prompts(packed(spec), spec, target)
+
+    return splitting
+
+
 def sm100_extend(spec: AttentionSpec, target: Target) -> Variant | None:
     """The kernel of short queries, as it is."""
     if spec.batch_invariant:
@@ -132,13 +141,13 @@ def mla(default: Heuristic) -> Variants:
 
 
 SM90_PREFILL = dense(sm90.default_config, long_queries, sm90_extend)
-SM90_FP8_PREFILL = dense(fp8_sm90.default_fp8_config, long_fp8_queries)
+SM90_FP8_PREFILL = dense(fp8_sm90.default_fp8_config, long_fp8_queries, packed_fp8(fp8_sm90.packed_config))
 SM90_DECODE = dense(sm90.default_split_config)
 SM90_FP8_DECODE = by_rows(sm90.default_split_config, fp8_sm90.many_rows_config)
 SM90_MLA = mla(mla_sm90.default_mla_config)
 SM90_FP8_MLA = mla(mla_fp8_sm90.default_fp8_mla_config)
 SM100_PREFILL = dense(sm100.default_config, extend=sm100_extend)
-SM100_FP8_PREFILL = dense(fp8_sm100.default_fp8_config)
+SM100_FP8_PREFILL = dense(fp8_sm100.default_fp8_config, extend=packed_fp8(fp8_sm100.packed_config))
 SM100_DECODE = dense(sm100.default_split_config, few_rows)
 SM100_FP8_DECODE = by_rows(sm100.default_split_config, fp8_sm100.many_rows_config)
 SM100_MLA = mla(mla_sm100.default_mla_config)

@@ -19,7 +19,8 @@ from dsl_backend.experts.plan import ExpertsPlan
 from dsl_backend.experts.scales import mma_scales
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP4, MXFP4_TILED, MXFP8, NVFP4, ROW_SCALED
+from dsl_backend.quant.mxfp4_tiles import pack_experts, packed_shape
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.workspace import Workspace
 
@@ -27,6 +28,7 @@ __all__ = [
     "BLOCK_SCALED",
     "GROUP_SCALED",
     "MXFP4",
+    "MXFP4_TILED",
     "MXFP8",
     "NVFP4",
     "ROW_SCALED",
@@ -40,6 +42,7 @@ __all__ = [
     "Swiglu",
     "Workspace",
     "mma_scales",
+    "pack_experts",
     "plan",
     "run",
 ]
@@ -140,10 +143,15 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
     weighted = spec.router_weights is not RouterWeights.NONE
     of_x, of_weights = (spec.dtype if kind is None else kind.values for kind in (spec.x, spec.weight))
     packed = 1 if spec.weight is None else spec.weight.packed
+    of_w13: tuple[int, ...] = (2 * width, hidden // packed)
+    of_w2: tuple[int, ...] = (hidden, width // packed)
+    if spec.weight_only:
+        of_part, of_w2 = packed_shape(width, hidden), packed_shape(hidden, width)
+        of_w13 = (2 * of_part[0], *of_part[1:])
     wanted: tuple[tuple[str, tuple[int, ...] | None, torch.dtype], ...] = (
         ("x", (tokens, hidden), of_x),
-        ("w13", (experts, 2 * width, hidden // packed), of_weights),
-        ("w2", (experts, hidden, width // packed), of_weights),
+        ("w13", (experts, *of_w13), of_weights),
+        ("w2", (experts, *of_w2), of_weights),
         ("topk_weights", (tokens, spec.topk) if weighted else None, torch.float32),
         ("topk_ids", (tokens, spec.topk), spec.ids_dtype),
         ("w13_bias", (experts, 2 * width) if spec.w13_bias else None, spec.dtype),
@@ -158,7 +166,8 @@ def check(plan: ExpertsPlan, operands: ExpertsOperands) -> None:
     tensors = given._asdict() | scales
     for name, shape, dtype in wanted:
         check_tensor(name, tensors[name], shape, dtype, plan.device)
-    for name in ("topk_weights", "topk_ids", "w13_bias", "w2_bias", *scales):
+    dense = ("w13", "w2") if spec.weight_only else ()
+    for name in ("topk_weights", "topk_ids", "w13_bias", "w2_bias", *scales, *dense):
         tensor = tensors[name]
         require(tensor is None or tensor.is_contiguous(), f"{name} is not contiguous")
     checks.apart("out", given.out)
@@ -179,7 +188,7 @@ def scales_wanted(spec: ExpertsSpec, tokens: int) -> tuple[tuple[str, tuple[int,
     """(name, shape or None, dtype) of all scales."""
     experts, hidden, width, kind = spec.num_experts, spec.hidden_size, spec.intermediate_size, spec.weight
     w13 = w2 = None
-    if kind is not None:
+    if kind is not None and not kind.tiled:
         # Swizzled scales of gate rows and of up rows are padded on their own.
         rows, columns = kind.scale_shape(width if kind.swizzled else 2 * width, hidden)[:2] if kind.blocked else (0, 0)
         w13 = (experts, (2 if kind.swizzled else 1) * rows, columns) if kind.blocked else (experts, 2 * width)

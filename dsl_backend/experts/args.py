@@ -31,8 +31,8 @@ class ExpertsOperands(NamedTuple):
 
     Attributes:
         x: [M, H].
-        w13: [E, 2 I, H], contiguous rows; of 4 bits [E, 2 I, H / 2] bytes.
-        w2: [E, H, I], contiguous rows; of 4 bits [E, H, I / 2] bytes.
+        w13: [E, 2 I, H], contiguous rows; of 4 bits [E, 2 I, H / 2] bytes. MXFP4_TILED: see `quant.mxfp4_tiles`.
+        w2: [E, H, I], contiguous rows; of 4 bits [E, H, I / 2] bytes. The same.
         topk_weights: float32 [M, k]; None with RouterWeights.NONE.
         topk_ids: int32 or int64 [M, k]: the router's expert numbers. A number that is no expert's (-1 is padding) is
             skipped.

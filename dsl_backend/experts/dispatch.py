@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from dsl_backend.experts import block_scaled_configs, scaled_configs
+from dsl_backend.experts import block_scaled_configs, scaled_configs, weight_only_configs
 from dsl_backend.experts.configs import KERNEL_ARCHS, Kind, candidates
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.quant.format import MXFP4
@@ -15,8 +15,12 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-SCALED = ("cute-scaled", "cute-scaled-sm100", "cute-block-scaled")
-ALIGNMENT = {"cute": 16, **dict.fromkeys(SCALED, 16), **{f"cute-{kind.value}": 16 for kind in Kind}}
+SCALED = ("cute-scaled", "cute-scaled-decode", "cute-scaled-sm100", "cute-block-scaled")
+ALIGNMENT = {
+    "cute": 16,
+    **dict.fromkeys((*SCALED, "cute-weight-only"), 16),
+    **{f"cute-{kind.value}": 16 for kind in Kind},
+}
 
 # Kernels whose grouped GEMMs add to the output where `ExpertsSpec.may_add`; for few tokens the sum is in order.
 ADDING = ("cute", "cute-grouped", "cute-overlapped")
@@ -58,6 +62,11 @@ def cute_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
     return target.arch_objections("sm90") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
 
 
+def cute_scaled_decode(spec: ExpertsSpec, target: Target) -> list[str]:
+    """The same with kernels of their own for few tokens, which have not run on a GPU."""
+    return target.arch_objections("sm90") or [*toolkit.missing(), *scaled_configs.decode_objections(spec, target)]
+
+
 def cute_scaled_sm100(spec: ExpertsSpec, target: Target) -> list[str]:
     """The same of SM100's, which have not run on a GPU."""
     return target.arch_objections("sm100") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
@@ -68,13 +77,18 @@ def cute_block_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
     return target.arch_objections("sm100") or [*toolkit.missing(), *block_scaled_configs.objections(spec, target)]
 
 
+def cute_weight_only(spec: ExpertsSpec, target: Target) -> list[str]:
+    """What SM90's kernels for MXFP4 under 16-bit activations need; those for many tokens were not timed."""
+    return target.arch_objections("sm90") or [*toolkit.missing(), *weight_only_configs.objections(spec, target)]
+
+
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
     return unscaled(spec) + unshared(spec) + triton_objections(target, spec.dtype)
 
 
 def triton_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
     scaled = ["weights in 16 bits: this one's are in 8 bits"] if spec.weight is None else []
-    if spec.mma_scaled:
+    if spec.mma_scaled or spec.weight_only:
         scaled = [f"weights in {spec.weight}: this one's scales are those of e4m3 blocks or channels"]
     return scaled + triton_objections(target, spec.dtype)
 
@@ -94,6 +108,13 @@ TABLE = (
     ),
     Entry("cute-scaled", "experts e4m3 sm90", "dsl_backend.experts.cute.scaled_host:bind", cute_scaled),
     Entry(
+        "cute-scaled-decode",
+        "experts e4m3 decode sm90",
+        "dsl_backend.experts.cute.scaled_host:bind_decode",
+        cute_scaled_decode,
+        by_name=True,
+    ),
+    Entry(
         "cute-scaled-sm100",
         "experts e4m3 sm100",
         "dsl_backend.experts.cute.scaled_host:bind",
@@ -105,6 +126,13 @@ TABLE = (
         "experts mxfp8/mxfp4/nvfp4 sm100",
         "dsl_backend.experts.cute.block_scaled_host:bind",
         cute_block_scaled,
+        by_name=True,
+    ),
+    Entry(
+        "cute-weight-only",
+        "experts mxfp4 under 16 bits sm90",
+        "dsl_backend.experts.cute.weight_only_host:bind",
+        cute_weight_only,
         by_name=True,
     ),
     Entry("triton", "experts triton", "dsl_backend.experts.triton.kernels:bind", triton),

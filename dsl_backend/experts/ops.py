@@ -16,7 +16,7 @@ from dsl_backend.experts.args import ExpertsScales
 from dsl_backend.experts.plan import ExpertsPlan
 from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import Activation, decoded, encoded
-from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP4_TILED, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.op import register_op
 from dsl_backend.runtime.workspace import current_stream, workspace_of
 
@@ -85,6 +85,7 @@ def experts(
     router_weights: str,
     shared_weight: float = 1.0,
     kernel: str | None = None,
+    intermediate_size: int | None = None,
 ) -> None:
     """Writes out; operands as `ExpertsOperands` has them.
 
@@ -97,6 +98,7 @@ def experts(
         router_weights: where they are multiplied in, the value of one of `RouterWeights`.
         shared_weight: what shared experts' results are multiplied with.
         kernel: a name from the dispatch table; by default the best that serves.
+        intermediate_size: of weights in tiles, whose shapes do not say it; None of all others.
 
     Raises:
         InvalidInput: an argument does not fit.
@@ -105,11 +107,13 @@ def experts(
     (w13, w2, *shared), (topk_weights, topk_ids, expert_map), (w13_bias, w2_bias) = weights, routing, biases
     given = ExpertsScales(*scales)
     assert topk_ids is not None
-    weight = None if given.w13 is None else format_of(w13, given.w13)
+    weight = MXFP4_TILED if intermediate_size is not None else None
+    if given.w13 is not None:
+        weight = format_of(w13, given.w13)
     layer = Layer(
         num_experts=w13.shape[0],
         hidden_size=x.shape[-1],
-        intermediate_size=w2.shape[-1] * (1 if weight is None else weight.packed),
+        intermediate_size=intermediate_size or w2.shape[-1] * (1 if weight is None else weight.packed),
         topk=topk_ids.shape[-1],
         dtype=out.dtype,
         activation=activation,

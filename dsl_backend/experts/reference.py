@@ -13,6 +13,7 @@ from dsl_backend.experts.scales import row_scales
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.reference import activate, halves
 from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.mxfp4_tiles import unpack_expert
 from dsl_backend.quant.reference import (
     Quantized,
     dequantized,
@@ -133,11 +134,16 @@ def weight_of(spec: ExpertsSpec, operands: ExpertsOperands, name: str, expert: i
     weight, scale = getattr(operands, name)[expert], getattr(operands.scales, name)
     if spec.weight is None:
         return weight.to(dtype)
+    parts = 2 if name == "w13" else 1
+    if spec.weight_only:
+        rows, columns = (
+            (2 * spec.intermediate_size, spec.hidden_size) if parts == 2 else (spec.hidden_size, spec.intermediate_size)
+        )
+        return unpack_expert(weight, rows, columns, parts=parts, interleaved=spec.interleaved).to(dtype)
     assert scale is not None
     if spec.mma_scaled:
         global_scale = getattr(operands.scales, f"{name}_global")
         whole = 1.0 if global_scale is None else float(global_scale[expert])
-        parts = 2 if name == "w13" else 1
         return (mma_weight(weight, scale[expert], spec.weight, parts, spec.interleaved) * whole).to(dtype)
     return dequantized(Quantized(weight, scale[expert], spec.weight), dtype)
 

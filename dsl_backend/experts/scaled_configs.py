@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles of the kernels of experts whose weights are in 8 bits; needs no CuTe DSL."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from dsl_backend.experts.configs import ExpertsConfig
+from dsl_backend.experts.configs import DecodeConfig, ExpertsConfig, table_bytes
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
 from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
-from dsl_backend.gemm.sm90.scaled_configs import MOST_PROMOTION, ScaledGemmConfig
+from dsl_backend.gemm.sm90.scaled_configs import BLOCK_K, MOST_PROMOTION, ScaledGemmConfig, ScaledSmallMConfig
 from dsl_backend.gemm.sm100.configs import GemmConfig, PromotedConfig
 from dsl_backend.quant.format import GROUP_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
@@ -22,6 +23,12 @@ BOXES = (64, 32)
 # H200 Qwen3-30B-A3B's layer took 0.92 to 0.97 of the time of tiles of 128 rows with 0.5 to 32 rows, and with 128 rows
 # 0.95 (blocks) and 1.03 (channels); an eighth of DeepSeek-V3's 0.97 to 1.00 with up to 16, and with 128 0.88 and 1.08.
 SIDE_BY_SIDE_ROWS = {True: 128, False: 32}
+# Tokens of a consumer of the kernels for few, fewest first, and consumers. Two with 32 tokens each are faster than one
+# with 64 in layers that are no experts (docs/performance/scaled-linear.md).
+FEW_TOKENS = ((8, 1), (16, 1), (32, 1), (24, 2), (32, 2))
+MOST_FEW = max(tokens * groups for tokens, groups in FEW_TOKENS)
+# Up to so many tokens a stage of them has two blocks of k, where scales allow it.
+DEEP_TOKENS = 32
 # Of SM100, by whether scales are of blocks, widest first. Arithmetic, none of it timed.
 SM100_TILES: dict[bool, tuple[GemmConfig, ...]] = {
     True: tuple(PromotedConfig(box_n=box_n) for box_n in (64, 32)),
@@ -84,6 +91,19 @@ class ScaledExpertsConfig(ExpertsConfig):
         return routing, min(self.work_tiles(spec, tokens) * units, target.used_sms), second
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScaledDecodeConfig(DecodeConfig):
+    """The kernels for few tokens of a layer whose weights are in 8 bits."""
+
+    @property
+    def beside(self) -> bool:
+        """As `ScaledExpertsConfig.beside`."""
+        return True
+
+
+Config = ScaledExpertsConfig | ScaledDecodeConfig
+
+
 @cache
 def products(spec: ExpertsSpec, beside: bool) -> tuple[ScaledGemmSpec, ScaledGemmSpec]:
     """Both products as GEMMs."""
@@ -118,7 +138,7 @@ def objections(spec: ExpertsSpec, target: Target) -> list[str]:
     """Why no configuration serves a layer."""
     if spec.weight is None:
         return ["weights in 16 bits: this one's are in 8 bits"]
-    if spec.mma_scaled:
+    if spec.mma_scaled or spec.weight_only:
         return [f"weights in {spec.weight}: this one's scales are those of e4m3 blocks or channels"]
     reasons = []
     if spec.router_weights is RouterWeights.INPUT:
@@ -177,3 +197,45 @@ def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfi
         if few and 4 * side.ctas(spec, tokens, target)[1] >= 3 * target.used_sms:
             return side
     return tall
+
+
+def few_tiles(spec: ExpertsSpec) -> Iterator[ScaledSmallMConfig]:
+    """Tiles of the kernels for few tokens, fewest first."""
+    assert spec.weight is not None
+    for tokens, groups in FEW_TOKENS:
+        deep = not spec.weight.blocked and tokens * groups <= DEEP_TOKENS
+        tile_k = 2 * BLOCK_K if deep else BLOCK_K
+        yield ScaledSmallMConfig(tokens=tokens, groups=groups, split_tokens=groups > 1, tile_k=tile_k)
+
+
+@cache
+def few(spec: ExpertsSpec, target: Target) -> tuple[ScaledDecodeConfig, ...]:
+    """SM90's kernels for few tokens, each with as many stages as fit; none where not all do."""
+    found = []
+    for tiles in few_tiles(spec):
+        room = target.smem_bytes - table_bytes(spec, tiles)
+        first, second = (deepest(tiles, gemm, room) for gemm in products(spec, True))
+        if not isinstance(first, ScaledSmallMConfig) or not isinstance(second, ScaledSmallMConfig):
+            return ()
+        found.append(ScaledDecodeConfig(first=first, second=second))
+    return tuple(found)
+
+
+def decode_candidates(spec: ExpertsSpec, target: Target) -> tuple[Config, ...]:
+    """The kernels for few tokens, and those for more."""
+    return (*few(spec, target), *candidates(spec, target))
+
+
+def decode_objections(spec: ExpertsSpec, target: Target) -> list[str]:
+    """Why the kernels for few tokens, and those for more, do not serve a layer."""
+    reasons = objections(spec, target)
+    if not reasons and not few(spec, target):
+        reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for the tiles of few tokens")
+    return reasons
+
+
+def choose_decode(spec: ExpertsSpec, tokens: int, target: Target) -> Config:
+    """The kernels for so many tokens: those for few up to MOST_FEW."""
+    if tokens <= MOST_FEW:
+        return next(config for config in few(spec, target.sparing(0)) if config.serves(tokens))
+    return choose(spec, tokens, target)

@@ -10,20 +10,31 @@ from dsl_backend import checks
 from dsl_backend.checks import short
 from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.gemm.spec import DTYPES
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP, GROUP_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import (
+    BLOCK_SCALED,
+    GROUP,
+    GROUP_SCALED,
+    MXFP4,
+    MXFP4_TILED,
+    MXFP8,
+    NVFP4,
+    ROW_SCALED,
+    ScaledFormat,
+)
 
 MAX_EXPERTS, MAX_TOPK, MAX_TOKENS = 512, 16, 1 << 17
 # Of a model, over all ranks: what an expert map has entries for.
 MAX_GLOBAL_EXPERTS = 1 << 14
 ID_DTYPES = (torch.int32, torch.int64)
-# Of weights in 8 and 4 bits: the format of what they are multiplied with.
-ACTIVATIONS_OF = {
+# Of weights in 8 and 4 bits: the format of what they are multiplied with; None is 16 bits.
+ACTIVATIONS_OF: dict[ScaledFormat, ScaledFormat | None] = {
     BLOCK_SCALED: GROUP_SCALED,
     ROW_SCALED: ROW_SCALED,
     # Scaled by SM100's matrix products themselves.
     MXFP8: MXFP8,
     MXFP4: MXFP8,
     NVFP4: NVFP4,
+    MXFP4_TILED: None,
 }
 # Columns that sizes of such layers are multiples of: a scale's, and 16 bytes of rows.
 MMA_MULTIPLE = 32
@@ -42,7 +53,8 @@ class ExpertsSpec:
     """out [tokens, hidden]: the sum over a token's experts of weight * (activation(x @ w13^T + b13) @ w2^T + b2).
 
     Products, activation and sum are float32. The activation's result and each expert's result are rounded to `dtype`.
-    With weights in 8 or 4 bits, x and the activation's result are quantised, with scales of their largest magnitudes.
+    With weights in 8 or 4 bits, x and the activation's result are quantised, with scales of their largest magnitudes,
+    unless the weights are MXFP4_TILED.
 
     Attributes:
         num_experts: E, those whose weights this rank has.
@@ -58,8 +70,9 @@ class ExpertsSpec:
         shared_experts: experts of the same width that every token has beside its topk; in `dtype`, without biases.
         shared_weight: what these experts' results are multiplied with.
         weight: format of w13 and w2: BLOCK_SCALED, ROW_SCALED (a scale for each output channel), MXFP8, MXFP4, NVFP4,
-            or None in `dtype`.
-        x: format of x as it is given: `activations`, or None in `dtype`; None with MXFP8, MXFP4 and NVFP4.
+            MXFP4_TILED (multiplied with 16 bits), or None in `dtype`.
+        x: format of x as it is given: `activations`, or None in `dtype`; None with formats of fewer than 8 bits and
+            MXFP8.
         deterministic: a token's experts are added in the order of its slots, with one rounding. Otherwise kernels may
             add them in any order by atomic operations, each of which rounds to `dtype`; those without such a form keep
             the order.
@@ -120,7 +133,13 @@ class ExpertsSpec:
         )
         if self.weight is None:
             return
-        if self.mma_scaled:
+        if self.weight_only:
+            checks.require(
+                self.dtype == torch.bfloat16,
+                f"dtype {short(self.dtype)}: bfloat16 is needed with weights in {self.weight}, whose scales have its "
+                f"exponents",
+            )
+        if self.mma_scaled or self.weight_only:
             for name in ("hidden_size", "intermediate_size"):
                 size = getattr(self, name)
                 checks.require(
@@ -179,8 +198,13 @@ class ExpertsSpec:
         return self.weight is not None and self.weight.swizzled
 
     @property
+    def weight_only(self) -> bool:
+        """Whether weights in 4 bits are multiplied with 16 bits."""
+        return self.weight is not None and self.weight.tiled
+
+    @property
     def activations(self) -> ScaledFormat | None:
-        """The format of what weights in 8 or 4 bits are multiplied with; None with other weights."""
+        """The format of what weights in 8 or 4 bits are multiplied with; None is 16 bits."""
         return None if self.weight is None else ACTIVATIONS_OF[self.weight]
 
     def __str__(self) -> str:

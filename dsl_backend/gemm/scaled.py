@@ -43,6 +43,8 @@ MMA_PAIRS = ((MXFP8, MXFP8), (NVFP4, NVFP4))
 # Of an output that is quantised: by a scale that the consumer has, or with computed scales.
 MMA_OUTPUTS = (MXFP8, NVFP4)
 OUTPUTS = (TENSOR_SCALED, ROW_SCALED, GROUP_SCALED, GROUP_SCALED_E8M0)
+# Of these, what another launch can make of an output in float32.
+QUANTISED_BESIDE = (ROW_SCALED, GROUP_SCALED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +100,12 @@ class ScaledGemmSpec(GemmSpec):
     @property
     def out_scale_given(self) -> bool:
         """Whether the output's scale is an input."""
-        return self.out == TENSOR_SCALED
+        return self.out is not None and self.out.one_scale
+
+    @property
+    def may_be_quantised_beside(self) -> bool:
+        """Whether a launch behind the products, `quant.cute.kernel`, can quantise the output."""
+        return self.out in QUANTISED_BESIDE and not self.x.swizzled
 
     @property
     def in_float32(self) -> Self:
@@ -128,7 +135,8 @@ class ScaledOperands(NamedTuple):
             NVFP4. None with other formats.
         out_global_scale: float32 [1], the scale of the whole matrix of an output in NVFP4. None with other formats.
         out_scale: of a quantised output; float32 [1] that is read, or written with the output. None without.
-            Padding of swizzled scales is not written, and must be 0, because the next GEMM reads it.
+            Of swizzled scales the padding of rows is written too. That of columns is not, and must be 0, because the
+            next GEMM multiplies by it.
     """
 
     x: torch.Tensor

@@ -31,6 +31,8 @@ class ScaledSmallMBase(SmallMGemmBase):
         """What the methods of this class need."""
         self.blocked, self.quantised = key.weight.blocked, key.out is not None
         self.x_rows, self.weight_rows_scaled = key.x.block_rows == 1, key.weight.block_rows == 1
+        # Whether k tiles of a sum have different scales.
+        self.scaled_by_tile = self.blocked
 
     def params(  # type: ignore[override]
         self, operands: ScaledOperands, scratch: StreamKScratch | None

@@ -145,12 +145,16 @@ class GemmBase:
         """Columns of the output."""
         return params.mOut.shape[1] * self.out_packed
 
+    def k_tiles(self, params):
+        """Stages that a tile's columns of x and of the weights come in."""
+        return cute.ceil_div(params.mX.shape[1], self.block_k)
+
     def tile_counts(self, params: GemmParams):
         """(m_tiles, n_tiles, k_tiles), of clusters' tiles."""
         return (
             cute.ceil_div(params.mX.shape[0], self.tile_m * self.cluster),
             cute.ceil_div(self.width(params), self.columns),
-            cute.ceil_div(params.mX.shape[1], self.block_k),
+            self.k_tiles(params),
         )
 
     def schedule(self, m_tiles, n_tiles):

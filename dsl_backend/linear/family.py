@@ -21,6 +21,7 @@ from dsl_backend.quant.format import (
     BLOCK_SCALED_E8M0,
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
+    MXFP8,
     NVFP4,
     ROW_SCALED,
     TENSOR_SCALED,
@@ -47,8 +48,8 @@ def typical_layers(target: Target) -> Mapping[str, AnyLayer]:
         "gpt-oss' SwiGLU": usual(SWIGLU_OAI, interleaved=True, bias=True),
         "SwiGLU, batch invariant": usual(Swiglu(), batch_invariant=True),
         **{f"e4m3 {name}": scaled_layer(target.usual_dtype, *formats) for name, formats in SCALED_LAYERS.items()},
-        # SM100's kernel multiplies it, and has to be named.
-        "NVFP4": scaled_layer(target.usual_dtype, NVFP4, NVFP4, None),
+        # SM100's kernel multiplies them, and has to be named.
+        **{str(kind).upper(): scaled_layer(target.usual_dtype, kind, kind, kind) for kind in (MXFP8, NVFP4)},
         **{
             name: WeightOnlyGemmSpec(n=28672, k=4096, dtype=target.usual_dtype, kind=kind)
             for name, kind in WEIGHT_ONLY_LAYERS.items()
@@ -92,6 +93,7 @@ FAMILY = Family(
     tables={one.OPERATION: one.TABLE for one in (dispatch, scaled_dispatch, weight_only_dispatch)},
     # They are vLLM's unless they are asked for.
     optional=(weight_only_dispatch.OPERATION,),
+    naming_options={scaled_dispatch.OPERATION: "scaled_linears_kernel"},
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,
@@ -101,7 +103,11 @@ FAMILY = Family(
     tuned_configs=(TUNED_CONFIGS, scaled_tuned.TUNED_CONFIGS),
     checks={
         "linear": Check(
-            "linear", (Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),)
+            "linear",
+            (
+                Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),
+                Benchmark("weight-only-linear", r"^llama-8b-(gate-up|qkv)-(1|64|2048)$", r"^llama-8b-qkv-64$"),
+            ),
         ),
         "scaled_linear": Check(
             "scaled_linear",

@@ -17,27 +17,29 @@ DEFAULT_ELEMENTS = 32
 # With a residual, whose bytes are in flight too, rows of 16384 keep one CTA of 512: clusters took 3.26 us and not 3.03
 # for 16 rows, 4.36 and not 3.96 for 64, and as long for 4096 (H200).
 CTA_THREADS, USUAL_THREADS, MAX_THREADS = 128, 256, 512
+# Rows of such widths, 16-bit elements without residual and scales, are loaded with evict_last: 126.3 us and not 129.3
+# for 16384 rows of 8192, 499.3 and not 518.1 for 32768 of 16384. The widest of them have eight CTAs of 128 threads and
+# not four of 256: 1010 us and not 1029 for 32768 rows, 17.6 and not 18.1 for 512 (H200, bfloat16).
+KEPT_WIDTHS, EIGHT_THREADS = (8192, 16384, 32768), 128
+# Rows of 4096 to 8192 columns that leave a part of at least 1 / IDLE of their tile idle, and that whole warps with so
+# many 16-bit elements a thread fill exactly, have such warps: 2.30 us and not 2.52 for 64 rows of 7168, 59.9 and not
+# 62.4 for 8192, 111.1 and not 112.5 with a residual, 21.8 and not 22.2 for 4096 of 5120 (H200, bfloat16). With 32
+# elements large launches are faster, 56.0 us for 8192 of 7168, but 64 rows take 2.64.
+EXACT_ELEMENTS, IDLE = 16, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig(RowConfig):
-    """Threads, CTAs and registers of a row, which is held in registers as a whole, or read twice.
+    """Threads, CTAs and registers of a row, which is held in registers as a whole.
 
     Attributes:
-        evict_last: caches keep lines that are read for the sum; those of a second read are evicted first.
-        reread: behind the reduction the row is loaded again, and the weight only then: fewer registers.
+        evict_last: caches evict the lines of x and the residual after all others.
     """
 
     evict_last: bool = False
-    reread: bool = False
 
     def registers(self, spec: NormSpec) -> int:
-        """Registers of a thread without spills: for x, residual and weight as they are loaded, and 32 more.
-
-        Or, if it is read twice, for x and 24 more.
-        """
-        if self.reread:
-            return ceil_div(self.vector * self.vectors_per_thread * spec.dtype.itemsize, 4) + 24
+        """Registers of a thread without spills: for x, residual and weight as they are loaded, and 32 more."""
         element = spec.dtype.itemsize * (1 + spec.residual) + (spec.weight_dtype.itemsize if spec.weight_dtype else 0)
         return ceil_div(self.vector * self.vectors_per_thread * element, 4) + 32
 
@@ -57,9 +59,6 @@ class NormConfig(RowConfig):
             )
         if self.tile_elements < spec.width:
             reasons.append(f"holds {self.tile_elements} elements of {spec.width}")
-        if self.reread and (spec.residual or spec.scaling is Scaling.TOKEN):
-            what = "a residual" if spec.residual else "a scale for each row"
-            reasons.append(f"a second read of rows with {what}: it serves neither residuals nor scales for each row")
         if self.evict_last and self.vector * spec.dtype.itemsize != ACCESS_BYTES:
             size = self.vector * spec.dtype.itemsize
             reasons.append(f"priorities of loads of {size} bytes: {ACCESS_BYTES} are needed")
@@ -94,6 +93,10 @@ def default_config(spec: NormSpec) -> NormConfig:
     if spec.scaling is Scaling.GROUP:
         threads = max(threads, lanes_of_group(vector))
     threads = min(threads, power_of_2(count), MAX_THREADS if alone else USUAL_THREADS)
+    if is_exact(spec):
+        threads = spec.width // EXACT_ELEMENTS
+    if is_kept(spec) and spec.width == max(KEPT_WIDTHS):
+        threads = EIGHT_THREADS
     cluster = 1
     while cluster < MAX_CLUSTER and spec.width > threads * cluster * DEFAULT_ELEMENTS:
         cluster *= 2
@@ -108,4 +111,24 @@ def default_config(spec: NormSpec) -> NormConfig:
         use_pdl=True,
     )
     whole = vector * max(dtype.itemsize for dtype in spec.dtypes) == ACCESS_BYTES
-    return replace(config, ctas_per_sm=most_ctas(config, spec)) if whole else config
+    return replace(config, ctas_per_sm=most_ctas(config, spec), evict_last=is_kept(spec)) if whole else config
+
+
+def is_kept(spec: NormSpec) -> bool:
+    """Whether a row is of those that are faster with evict_last. A residual that is written is read again soon."""
+    return not spec.residual and has_whole_halves(spec) and spec.width in KEPT_WIDTHS
+
+
+def is_exact(spec: NormSpec) -> bool:
+    """Whether a row is one of those that have EXACT_ELEMENTS a thread. Narrower and wider ones were not timed so."""
+    usual = USUAL_THREADS * widest_vector(spec)
+    idle = -spec.width % usual
+    between = USUAL_THREADS * EXACT_ELEMENTS < spec.width <= MAX_THREADS * EXACT_ELEMENTS
+    whole = spec.width % (WARP * EXACT_ELEMENTS) == 0
+    return has_whole_halves(spec) and between and whole and idle * IDLE >= spec.width + idle
+
+
+def has_whole_halves(spec: NormSpec) -> bool:
+    """Whether all elements have 16 bits, accesses are whole, and no output is quantized."""
+    halves = {dtype.itemsize for dtype in spec.dtypes} == {2}
+    return halves and widest_vector(spec) * spec.dtype.itemsize == ACCESS_BYTES

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of RMSNorm, best first, and what each one does not serve."""
 
-from dsl_backend.norm.configs import default_config
 from dsl_backend.norm.spec import NormSpec
+from dsl_backend.norm.tuned import config_of
 from dsl_backend.rows import MAX_CLUSTER
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
@@ -15,7 +15,7 @@ def cute(spec: NormSpec, target: Target) -> list[str]:
     """It needs clusters and st.async, and is compiled and tested for SM90 and SM100 only."""
     if reasons := target.arch_objections("sm90", "sm100"):
         return reasons
-    config = default_config(spec)
+    config = config_of(spec, target)
     reasons = [*toolkit.missing(), *config.objections(spec, target.smem_bytes)]
     if config.cluster == MAX_CLUSTER and reasons:
         return [f"rows of {spec.width} elements do not fit the registers of a cluster"]

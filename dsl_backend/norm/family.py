@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from dsl_backend.norm import dispatch, precompile
 from dsl_backend.norm.spec import FP8, NormSpec, Scaling
+from dsl_backend.norm.tuned import TUNED_CONFIGS
 from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 
@@ -36,5 +37,6 @@ FAMILY = Family(
     # vLLM calls none of ours.
     warm_up=False,
     served_by_others=precompile.served_by_others,
+    tuned_configs=(TUNED_CONFIGS,),
     checks={"norm": Check("norm", (Benchmark("norm", r"^(fp8-)?\d+x\d+$", r"^4096x4096$"),))},
 )

@@ -8,6 +8,7 @@ import torch
 
 from dsl_backend.norm import dispatch
 from dsl_backend.norm.spec import NormSpec
+from dsl_backend.norm.tuned import configs_of
 from dsl_backend.runtime.model import ModelShape, text_of
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
@@ -38,13 +39,14 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
 
 
 def precompile_specs_of(spec: NormSpec, target: Target) -> Iterator[PrecompileSpec]:
-    """The kernel of a norm; none where no CuTe DSL kernel serves it."""
+    """The kernels of a norm; none where no CuTe DSL kernel serves it."""
     if dispatch.cute(spec, target):
         return
     # Imports CuTe DSL.
     from dsl_backend.norm.cute import host
 
-    yield PrecompileSpec("norm", host.build, host.key_of(spec), target)
+    for config in configs_of(spec, target):
+        yield PrecompileSpec("norm", host.build, host.key_of(spec, config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ VECTOR_BYTES = 16
 # A policy of TMA loads: lines that L2 evicts first (CUTLASS, TMA::CacheHintSm90).
 EVICT_FIRST = 0x12F0000000000000
 # Priorities of lines in L1 and L2, and the policies of L2 that say the same.
-PRIORITIES = {"evict_first": EVICT_FIRST, "evict_last": 0x14F0000000000000}
+PRIORITIES = {"evict_last": 0x14F0000000000000}
 
 
 def vector_at(base: cute.Pointer, offset: cutlass.Int64, elements: int) -> cute.Tensor:

@@ -5,7 +5,8 @@ A kernel launched with `use_pdl=True` may start when every CTA of the kernel bef
 has ended. Kernels further back may still run as well. docs/dependent-launch.md has the contract, and what each kernel
 does before it waits; the emulator checks it. In short:
 
-- Before `wait`, a kernel reads weights and nothing else of global memory, and it writes none of it.
+- Before `wait`, a kernel reads weights and nothing else of global memory, and it writes none of it; except behind a
+  kernel that is always launched with it and waits before it calls `launch_dependents`.
 - A thread of every CTA waits, also of one without work. Its other threads access global memory once they have waited
   or a barrier has told them.
 - A kernel allocates its tensor memory before it calls `launch_dependents`, unless the next kernel surely has none.

@@ -331,6 +331,26 @@ def permute_bytes(
 
 
 @dsl_user_op
+def masked_bits(word: cutlass.Int32, mask: int, other: int, operation: str, *, loc=None, ip=None) -> cutlass.Int32:
+    """`(word & mask) | other` or `(word & mask) ^ other`, in one instruction.
+
+    ptxas makes two of the operators with two constants, of which an instruction holds one.
+
+    Args:
+        operation: or, xor.
+    """
+    table = {"or": 0xEA, "xor": 0x6A}[operation]
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 mask, other; mov.b32 mask, {mask:#x}; mov.b32 other, {other & 0xFFFFFFFF:#x}; "
+        f"lop3.b32 {{$w0}}, {{$r0}}, mask, other, {table:#x}; }}",
+        write_only_types=[cutlass.Int32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def add_f16x2(a: cutlass.Int32, b: cutlass.Int32, *, loc=None, ip=None) -> cutlass.Int32:
     """Add two pairs of float16."""
     return cute.arch.inline_ptx(

@@ -135,6 +135,7 @@ class ScaledFormat:
             column may be smaller.
         packed: elements in one of `values`, the first in its low bits; the matrix has so many times fewer columns.
         swizzled: scales lie as SM100's matrix products take them, see `quant.reference.swizzled`.
+        tiled: elements and scales lie together in tiles, see `quant.mxfp4_tiles`; they are multiplied with 16 bits.
     """
 
     name: str
@@ -144,6 +145,7 @@ class ScaledFormat:
     block_columns: int | None
     packed: int = 1
     swizzled: bool = False
+    tiled: bool = False
 
     @property
     def blocked(self) -> bool:
@@ -151,8 +153,18 @@ class ScaledFormat:
         return self.block_columns is not None
 
     @property
+    def one_scale(self) -> bool:
+        """Whether all elements share one scale; that of an output is given."""
+        return not self.blocked and self.block_rows is None
+
+    @property
     def largest(self) -> float:
         return E2M1_MAX if self.packed > 1 else torch.finfo(self.values).max
+
+    def pads_columns(self, columns: int) -> bool:
+        """Whether swizzled scales have padding behind the blocks of a row."""
+        assert self.block_columns is not None
+        return -(-columns // self.block_columns) % 4 != 0
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
         """Shape of the scales of a matrix: [1], [rows], or [blocks of rows, blocks of columns].
@@ -185,6 +197,16 @@ MXFP8 = ScaledFormat(
     name="mxfp8", values=E4M3.dtype, scales=torch.float8_e8m0fnu, block_rows=1, block_columns=32, swizzled=True
 )
 MXFP4 = replace(MXFP8, name="mxfp4", values=torch.uint8, packed=2)
+# MXFP4 under activations in 16 bits: eight elements in a word.
+MXFP4_TILED = ScaledFormat(
+    name="mxfp4-tiled",
+    values=torch.int32,
+    scales=torch.float8_e8m0fnu,
+    block_rows=1,
+    block_columns=32,
+    packed=8,
+    tiled=True,
+)
 NVFP4 = ScaledFormat(
     name="nvfp4", values=torch.uint8, scales=E4M3.dtype, block_rows=1, block_columns=16, packed=2, swizzled=True
 )
@@ -199,6 +221,7 @@ SCALED_FORMATS = {
         BLOCK_SCALED_E8M0,
         MXFP8,
         MXFP4,
+        MXFP4_TILED,
         NVFP4,
     )
 }

@@ -115,6 +115,18 @@ def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return atoms.reshape(height, width)[:rows, :blocks].contiguous().view(scale.dtype)
 
 
+def swizzled_places(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Where the scales of rows lie in the memory of `swizzled`: [rows, width] offsets.
+
+    Args:
+        rows: their indices. width: blocks of a row, padded to a multiple of 4.
+    """
+    blocks = torch.arange(width, device=rows.device)
+    row = rows.long()[:, None]
+    atom = row // SWIZZLED_ROWS * (width // 4) + blocks // 4
+    return atom * 4 * SWIZZLED_ROWS + row % 32 * 16 + row % SWIZZLED_ROWS // 32 * 4 + blocks % 4
+
+
 def packed_e2m1(x: torch.Tensor) -> torch.Tensor:
     """A matrix as the nearest e2m1, ties to even, saturated: [rows, columns / 2] bytes, the first in low bits."""
     known = torch.tensor(E2M1, dtype=x.dtype, device=x.device)
@@ -148,7 +160,9 @@ def mma_scales_of(x: torch.Tensor, kind: ScaledFormat, global_scale: float | tor
     assert kind.block_columns is not None
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -columns % kind.block_columns))
-    largest = padded.view(rows, padded.shape[1] // kind.block_columns, kind.block_columns).abs().amax(2)
+    # e2m1 has no NaN: the scale has it.
+    magnitudes = padded.abs() if kind.packed > 1 else padded.nan_to_num(0.0, torch.inf, -torch.inf).abs()
+    largest = magnitudes.view(rows, padded.shape[1] // kind.block_columns, kind.block_columns).amax(2)
     whole = torch.as_tensor(global_scale, dtype=torch.float32)
     if kind == NVFP4:
         return (largest / (E2M1_MAX * whole)).clamp(max=448.0).to(kind.scales)

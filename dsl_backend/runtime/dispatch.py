@@ -58,7 +58,7 @@ class Entry(Generic[Spec]):
         kernel: `module:name` of its class or function, imported when it is first chosen.
         objections: why it does not serve a problem on a target; empty where it does.
         variants: the compiled kernels that it launches, and for which batches; empty if they are not listed.
-        by_name: it is used and listed only if a user names it; another entry serves the same problems by default.
+        by_name: it is used only if a user names it, and listed by `named`; others serve by default.
     """
 
     name: str
@@ -96,6 +96,11 @@ Judged = list[tuple[Entry[Spec], list[str]]]
 def judge(table: Sequence[Entry[Spec]], spec: Spec, target: Target) -> Judged[Spec]:
     """The entries that are used without being named, best entry first, each with its objections."""
     return [(entry, entry.objections(spec, target)) for entry in table if not entry.by_name]
+
+
+def named(table: Sequence[Entry[Spec]], spec: Spec, target: Target) -> list[Entry[Spec]]:
+    """The entries that serve a problem if a user names them, and not without."""
+    return [entry for entry in table if entry.by_name and not entry.objections(spec, target)]
 
 
 def choose(

@@ -38,10 +38,16 @@ class Check:
 
     Attributes:
         operation: its name in the dispatch tables.
+        benchmarks: what is timed.
+        layers: specs of layers like those of the problems, where an operation has several such groups: a kernel that
+            serves none of them has nothing to check. None is the family's typical layers.
+        by_name: kernels that are checked too, though dispatch takes them by name alone.
     """
 
     operation: str
-    benchmarks: tuple[Benchmark, ...]
+    benchmarks: tuple[Benchmark, ...] = ()
+    layers: Callable[[Target], Sequence[Any]] | None = None
+    by_name: tuple[str, ...] = ()
 
 
 def no_layers(target: Target) -> Mapping[str, Any]:
@@ -59,6 +65,7 @@ class Family:
     Attributes:
         tables: operation -> its kernels, best first.
         optional: operations that are another's where no kernel serves them, which is no problem.
+        naming_options: operation -> the plugin's option that names a kernel of it.
         typical_layers: name -> spec of layers as published models have them, for `dsl-backend doctor`.
         operations_of: the operations that a layer needs.
         precompile_specs: the CuTe DSL kernels that a model needs.
@@ -74,6 +81,7 @@ class Family:
     warm_up: bool = True
     tables: Mapping[str, Sequence[Entry[Any]]] = field(default_factory=dict)
     optional: Sequence[str] = ()
+    naming_options: Mapping[str, str] = field(default_factory=dict)
     typical_layers: Callable[[Target], Mapping[str, Any]] = no_layers
     operations_of: Callable[[Any], Sequence[str]] = field(default=lambda spec: ())
     served_by_others: Callable[[ModelShape, Target], Mapping[str, Sequence[str]]] = nothing_unserved

@@ -38,6 +38,7 @@ class ModelShape:
         tensor_parallel: ranks that share heads and columns.
         expert_parallel: ranks that share routed experts, whole ones; with 1, the others share each expert's columns.
         kv_cache_dtype: of its cache, one of KV_CACHE_DTYPES; auto is dtype.
+        experts_kernel: the kernel of routed experts that is asked for by name; None is the best one that serves.
         config: the model's whole configuration, for facts that are no field here.
     """
 
@@ -53,6 +54,7 @@ class ModelShape:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     kv_cache_dtype: str = "auto"
+    experts_kernel: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)
 
     @property

@@ -260,6 +260,24 @@ class TunedConfigs(Generic[ProblemShapeT]):
         measurements = ((one, one.measurement) for one in records)
         return (one for one, of in measurements if of.holds_for(target) or (every and of.arch == target.arch))
 
+    def fitting(
+        self,
+        problem: ProblemShapeT,
+        target: Target,
+        objections: Callable[[Any], Sequence[str]],
+        *,
+        any_gpu: bool = False,
+    ) -> Iterator[Any]:
+        """The configurations of this very problem's records that serve it.
+
+        Args:
+            objections: why a configuration does not serve; empty if it does.
+            any_gpu: as in `on`.
+        """
+        for record in self.on(target, any_gpu=any_gpu):
+            if record.problem == problem and not objections(record.config):
+                yield record.config
+
     def forget(self) -> None:
         """Read the files again at the next call."""
         self.__dict__.pop("found", None)

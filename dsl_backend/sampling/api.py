@@ -41,13 +41,21 @@ def plan(spec: SamplingSpec, max_rows: int, device: torch.device | str, kernel: 
     return SamplingPlan(spec, target, max_rows, device, kernel)
 
 
-def run(plan: SamplingPlan, logits: torch.Tensor, parameters: Parameters, num_logprobs: int | None = None) -> Sampled:
-    """Sample one token for each row. It does not synchronize with the GPU, allocate memory or write to the logits.
+def run(
+    plan: SamplingPlan,
+    logits: torch.Tensor,
+    parameters: Parameters,
+    num_logprobs: int | None = None,
+    *,
+    new_tokens: bool = False,
+) -> Sampled:
+    """Sample one token for each row. It does not synchronize with the GPU, or write to the logits.
 
     Args:
         logits: [rows, vocab] of the spec's dtype, with contiguous columns and any row stride; rows may be 0.
         num_logprobs: how many of the likeliest tokens this step returns; the spec's num_logprobs by default, which is
             the most.
+        new_tokens: return the tokens in memory of their own. Otherwise nothing is allocated.
 
     Returns:
         Views of the plan's buffers, which its next step overwrites.
@@ -74,6 +82,9 @@ def run(plan: SamplingPlan, logits: torch.Tensor, parameters: Parameters, num_lo
     most = spec.num_logprobs
     wanted = most if num_logprobs is None else checks.integer("num_logprobs", num_logprobs, 0, most)
     out = plan.results.rows(count).likeliest(wanted)
+    checks.flag("new_tokens", new_tokens)
+    if new_tokens:
+        out = out._replace(tokens=torch.empty_like(out.tokens))
     if count:
         plan.kernel.launch(logits, parameters, out)
     return out

@@ -2,7 +2,7 @@
 """Configurations of the kernels, and their defaults."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.fixed_point import BLOCK
@@ -54,6 +54,10 @@ class ClusterConfig:
         reread_backward: they are read from the last one, which is the likeliest to be in the L2 cache still.
         max_candidates: that fit in shared memory. A row with more is read again as a whole.
         max_blocks: blocks of fixed_point.BLOCK logits of a CTA, whose sums are in shared memory.
+        lane_bound_blocks: blocks of a CTA of which each lane's maximum and mass are bounded in shared memory; 0: none.
+            With them top-p accepts more tokens without another look at the row.
+        finish_cluster: CTAs that share a row in a second launch, which reads again the rows whose token top-p may
+            remove; 0: the launch that draws does so itself. For launches in which no row has top-k or min-p.
     """
 
     cluster: int
@@ -64,6 +68,8 @@ class ClusterConfig:
     reread_backward: bool = False
     max_candidates: int = 512
     max_blocks: int = 512
+    lane_bound_blocks: int = 0
+    finish_cluster: int = 0
 
     @classmethod
     def default(
@@ -71,14 +77,15 @@ class ClusterConfig:
     ) -> "ClusterConfig":
         """As many CTAs for each row as there are SMs for the batch, and blocks for the CTAs.
 
-        Measured on an H200 with 16, 64, 256 and 512 rows of 151936 logits.
+        All but the number of SMs follows from the kernel. On an H200 this was measured to be the fastest with 16, 64,
+        256 and 512 rows of 151936 logits.
 
         Args:
             vector: adjacent logits that one load may take in every row.
-            top_p_alone: rows have top-p without top-k and min-p. Some are read again, alone, so that twice as many CTAs
-                for each row are faster.
+            top_p_alone: rows have top-p without top-k and min-p. Some are read again, alone, so that as many CTAs for
+                each row as SMs hold are faster.
         """
-        places = 2 * target.sm_count if top_p_alone else target.sm_count
+        places = ctas_per_sm(THREADS) * target.sm_count if top_p_alone else target.sm_count
         cluster = 2 if top_p_alone and spec.vocab > LOGITS_AT_ONCE else 1
         while (
             2 * cluster <= MAX_CLUSTER
@@ -86,7 +93,6 @@ class ClusterConfig:
             and 2 * cluster * rows <= (target.sm_count if 2 * cluster > MAX_PORTABLE_CLUSTER else places)
         ):
             cluster *= 2
-        max_blocks = max(cls.max_blocks, blocks_of(spec.vocab, cluster))
         return cls(
             cluster=cluster,
             threads=THREADS,
@@ -95,13 +101,27 @@ class ClusterConfig:
             # 2 % slower (H200).
             reread_blocks=1 if spec.logprobs_mode is None else 2,
             reread_backward=spec.logprobs_mode is not None,
-            max_blocks=1 << (max_blocks - 1).bit_length(),
+            max_blocks=most_blocks(spec.vocab, cluster),
         )
+
+    def sharing(self, cluster: int, spec: SamplingSpec) -> "ClusterConfig":
+        """The same with so many CTAs for each row."""
+        return replace(self, cluster=cluster, max_blocks=most_blocks(spec.vocab, cluster))
 
     @property
     def warps(self) -> int:
         """Warps of a CTA."""
         return self.threads // WARP
+
+    @property
+    def packed_words(self) -> int:
+        """Words of shared memory for packed logits, or for bounds of lanes before."""
+        return max(BLOCK * self.warps, WARP * self.lane_bound_blocks)
+
+    @property
+    def finishing(self) -> "ClusterConfig":
+        """Of the second launch."""
+        return replace(self, cluster=self.finish_cluster, lane_bound_blocks=0, finish_cluster=0)
 
     @property
     def groups(self) -> int:
@@ -119,12 +139,12 @@ class ClusterConfig:
         Group maxima, histogram, candidates (16 bytes), blocks (12), lists, packed logits, sums, scalars.
         """
         arrays = 4 * MAX_GROUPS + 4 * HISTOGRAM_BINS + 16 * self.max_candidates + 12 * self.max_blocks
-        return arrays + 4 * BLOCK * self.warps + 8 * self.threads + 24 * MAX_CLUSTER + 5 * 8 * WARP + 4 * WARP + 256
+        return arrays + 4 * self.packed_words + 8 * self.threads + 24 * MAX_CLUSTER + 5 * 8 * WARP + 4 * WARP + 256
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that registers are reserved for: 64 for a thread are enough, and two CTAs hide each other's barriers."""
-        return max(1, min(2, REGISTERS_PER_SM // (REGISTERS * self.threads)))
+        """CTAs that registers are reserved for."""
+        return ctas_per_sm(self.threads)
 
     @property
     def smem_percent(self) -> int:
@@ -151,6 +171,12 @@ class ClusterConfig:
             reasons.append(f"{self.cluster * self.threads} threads for each row: {WARP * MAX_GROUPS} are the most")
         if blocks_of(spec.vocab, self.cluster) > self.max_blocks:
             reasons.append(f"{self.max_blocks} blocks for each CTA do not hold {spec.vocab} logits")
+        if self.lane_bound_blocks and blocks_of(spec.vocab, self.cluster) > self.lane_bound_blocks:
+            reasons.append(f"bounds of {self.lane_bound_blocks} blocks for each CTA do not cover {spec.vocab} logits")
+        if self.finish_cluster and spec.logprobs_mode is not None:
+            reasons.append("a second launch returns no log-probabilities")
+        if self.finish_cluster:
+            reasons += [f"second launch: {reason}" for reason in self.finishing.objections(spec, target)]
         if self.smem_bytes > target.smem_bytes:
             reasons.append(f"{self.smem_bytes} bytes of shared memory: {target.smem_bytes} are the most")
         return reasons
@@ -161,15 +187,25 @@ def blocks_of(vocab: int, cluster: int) -> int:
     return -(-vocab // (BLOCK * cluster))
 
 
+def most_blocks(vocab: int, cluster: int) -> int:
+    """Blocks of a CTA that its shared memory has room for: a power of two, so that vocabularies share a kernel."""
+    return 1 << (max(ClusterConfig.max_blocks, blocks_of(vocab, cluster)) - 1).bit_length()
+
+
+def ctas_per_sm(threads: int) -> int:
+    """CTAs of so many threads on an SM: two hide each other's barriers, and 64 registers for a thread are enough."""
+    return max(1, min(2, REGISTERS_PER_SM // (REGISTERS * threads)))
+
+
 def widest_vector(spec: SamplingSpec) -> int:
     """Logits of one load where rows are contiguous and aligned."""
     return math.gcd(ACCESS_BYTES // spec.dtype.itemsize, spec.vocab)
 
 
 def cluster_configs(spec: SamplingSpec, target: Target, max_rows: int, vector: int) -> list[ClusterConfig]:
-    """The configurations of batches of up to max_rows rows."""
+    """The default configurations of batches of up to max_rows rows."""
     # With so many rows each has as few CTAs as it may have.
-    most = min(max_rows, 2 * target.sm_count)
+    most = min(max_rows, ctas_per_sm(THREADS) * target.sm_count)
     configs = (
         ClusterConfig.default(spec, target, rows, vector, top_p_alone)
         for top_p_alone in (False, True)

@@ -7,6 +7,7 @@ from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import dispatch, precompile, verification_dispatch
 from dsl_backend.sampling.spec import SamplingSpec
+from dsl_backend.sampling.tuned import TUNED_CONFIGS
 from dsl_backend.sampling.verification_spec import Known, VerificationSpec
 
 VOCAB = 128256
@@ -38,6 +39,7 @@ FAMILY = Family(
     # The sampler compiles its kernels when it makes its plans.
     warm_up=False,
     served_by_others=precompile.served_by_others,
+    tuned_configs=(TUNED_CONFIGS,),
     checks={
         "sampling": Check(
             dispatch.OPERATION,

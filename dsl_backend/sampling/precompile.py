@@ -10,8 +10,9 @@ from dsl_backend.runtime.model import ModelShape
 from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import dispatch, verification_dispatch
-from dsl_backend.sampling.configs import cluster_configs, widest_vector
+from dsl_backend.sampling.configs import widest_vector
 from dsl_backend.sampling.spec import SamplingSpec
+from dsl_backend.sampling.tuned import configs_of
 from dsl_backend.sampling.verification_spec import VerificationSpec
 
 # vLLM's largest default of --max-num-seqs.
@@ -32,7 +33,7 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
         # Here, because it imports CuTe DSL.
         from dsl_backend.sampling.cute import host
 
-        for config in cluster_configs(spec, target, MAX_ROWS, widest_vector(spec)):
+        for config in configs_of(spec, target, MAX_ROWS, widest_vector(spec)):
             yield PrecompileSpec("sampling", host.build, host.key_of(spec, config), target)
     for token_dtype in (torch.int64, torch.int32):
         verified = VerificationSpec(max_drafts=1, vocab=model.vocab_size, token_dtype=token_dtype)

@@ -9,8 +9,8 @@ import torch
 from dsl_backend.runtime import dispatch, toolkit
 from dsl_backend.runtime.dispatch import Entry, cpu_only, triton_objections
 from dsl_backend.runtime.target import Target
-from dsl_backend.softmax.configs import default_config
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.softmax.tuned import config_of
 
 OPERATION = "softmax"
 Run = Callable[[torch.Tensor, torch.Tensor, SoftmaxSpec, Target], None]
@@ -18,14 +18,14 @@ Run = Callable[[torch.Tensor, torch.Tensor, SoftmaxSpec, Target], None]
 
 def cute_one_pass(spec: SoftmaxSpec, target: Target) -> list[str]:
     """It reads a row once, so the row has to fit the registers of a cluster."""
-    if (reasons := cute(spec, target)) or not default_config(spec).two_pass:
+    if (reasons := cute(spec, target)) or not config_of(spec, target).two_pass:
         return reasons
     return [f"rows of {spec.width} elements do not fit the registers of a cluster"]
 
 
 def cute_two_pass(spec: SoftmaxSpec, target: Target) -> list[str]:
     """It reads a row twice."""
-    if (reasons := cute(spec, target)) or default_config(spec).two_pass:
+    if (reasons := cute(spec, target)) or config_of(spec, target).two_pass:
         return reasons
     return [f"rows of {spec.width} elements fit the registers of a cluster: one pass serves them"]
 
@@ -35,7 +35,7 @@ def cute(spec: SoftmaxSpec, target: Target) -> list[str]:
     if reasons := target.arch_objections("sm90", "sm100"):
         return reasons
     reasons = [*toolkit.missing()]
-    return reasons + default_config(spec).objections(spec, target.smem_bytes)
+    return reasons + config_of(spec, target).objections(spec, target.smem_bytes)
 
 
 def triton(spec: SoftmaxSpec, target: Target) -> list[str]:

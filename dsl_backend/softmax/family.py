@@ -9,6 +9,7 @@ from dsl_backend.runtime.family import Benchmark, Check, Family
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax import dispatch, precompile
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.softmax.tuned import TUNED_CONFIGS
 
 VOCAB = 128256
 
@@ -27,5 +28,6 @@ FAMILY = Family(
     # vLLM calls none of ours.
     warm_up=False,
     served_by_others=precompile.served_by_others,
+    tuned_configs=(TUNED_CONFIGS,),
     checks={"softmax": Check("softmax", (Benchmark("softmax", r"^\d+x\d+$", r"^256x151936$"),))},
 )

@@ -11,6 +11,7 @@ from dsl_backend.runtime.precompile import PrecompileSpec
 from dsl_backend.runtime.target import Target
 from dsl_backend.softmax import dispatch
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.softmax.tuned import configs_of
 
 
 def layer_specs(model: ModelShape) -> Iterator[SoftmaxSpec]:
@@ -28,7 +29,8 @@ def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSp
         # Imports CuTe DSL.
         from dsl_backend.softmax.cute import host as launch
 
-        yield PrecompileSpec("softmax", launch.build, launch.key_of(spec), target)
+        for config in configs_of(spec, target):
+            yield PrecompileSpec("softmax", launch.build, launch.key_of(spec, config), target)
 
 
 def served_by_others(model: ModelShape, target: Target) -> dict[str, list[str]]:

@@ -8,39 +8,72 @@ import torch
 
 from dsl_backend.attention import api
 from dsl_backend.attention.plan import AttentionPlan, Planner
+from dsl_backend.quant.format import NVFP4
+from dsl_backend.quant.reference import unswizzled
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.cases import Case
-from dsl_backend.testing.inputs import SENTINEL, Expected, Problem
-from dsl_backend.testing.numerics import assert_lse_within_budget, assert_within_budget, before_rounding
+from dsl_backend.testing.inputs import SENTINEL, SENTINEL_BYTE, Expected, Problem
+from dsl_backend.testing.numerics import (
+    assert_lse_within_budget,
+    assert_within_budget,
+    before_rounding,
+    block_before_rounding,
+)
 
 
 @dataclass(frozen=True)
 class Result:
     """out [rows, heads_q, head_dim_v] and lse [rows, heads_q]; SENTINEL where nothing was written.
 
-    out_scale: of quantised outputs.
+    out_scale, out_block_scale: of quantised outputs.
     """
 
     out: torch.Tensor
     lse: torch.Tensor
     out_scale: torch.Tensor | None = None
+    out_block_scale: torch.Tensor | None = None
 
     def out_near(self, exact: torch.Tensor) -> torch.Tensor:
         """Outputs to be judged by a budget of 16 bits: quantised ones as near to `exact` as rounding explains."""
         if self.out_scale is None:
             return self.out
         scale = self.out_scale.double()
+        if self.out_block_scale is not None:
+            return block_before_rounding(self.out, self.block_scales, exact * scale) / scale
         return before_rounding(self.out, exact / scale) * scale
+
+    @property
+    def stored(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """`out` as `api.run` takes it."""
+        return self.out if self.out_block_scale is None else (self.out, self.out_block_scale)
+
+    @property
+    def block_scales(self) -> torch.Tensor:
+        """Those of NVFP4 outputs, [rows, heads_q, blocks]."""
+        assert self.out_block_scale is not None
+        rows, heads, width = self.out.shape
+        scales = unswizzled(self.out_block_scale, len(self.out_block_scale), heads * width // 8)
+        # Rows of `out` that are past the batch's have none.
+        return (
+            torch.nn.functional.pad(scales.view(torch.uint8), (0, 0, 0, rows), value=SENTINEL_BYTE)[:rows]
+            .view(scales.dtype)
+            .unflatten(1, (heads, -1))
+        )
 
 
 def empty_result(problem: Problem) -> Result:
     """Tensors full of SENTINEL for a problem's results; lse is stored heads first, as vLLM wants it."""
     spec, rows = problem.spec, problem.q.shape[0]
-    out = torch.full((rows, spec.heads_q, spec.head_dim_v), SENTINEL, dtype=spec.output_dtype, device=problem.device)
+    fill = SENTINEL_BYTE if spec.is_nvfp4_out else SENTINEL
+    out = torch.full((rows, spec.heads_q, spec.output_width), fill, dtype=spec.output_dtype, device=problem.device)
+    scales = None
+    if spec.is_nvfp4_out:
+        shape = spec.block_scale_shape(problem.batch.num_tokens)
+        scales = torch.full(shape, SENTINEL_BYTE, dtype=torch.uint8, device=problem.device).view(NVFP4.scales)
     lse = torch.full((spec.heads_q, rows), SENTINEL, dtype=torch.float32, device=problem.device).t()
-    return Result(out, lse, problem.out_scale)
+    return Result(out, lse, problem.out_scale, scales)
 
 
 def launch(
@@ -48,7 +81,7 @@ def launch(
 ) -> None:
     """One layer's attention of the problem, into result."""
     q, lse = problem.split_q if split_q else problem.q, result.lse if with_lse else None
-    api.run(plan, q, problem.keys, problem.values, out=result.out, lse=lse, **problem.extras)
+    api.run(plan, q, problem.keys, problem.values, out=result.stored, lse=lse, **problem.extras)
 
 
 def run(
@@ -80,6 +113,17 @@ def run(
     return result
 
 
+def assert_others_kept(result: Result, mine: torch.Tensor) -> None:
+    """Rows of no request hold what they did; mine: [rows] bool."""
+    for name, tensor in (("out", result.out), ("lse", result.lse)):
+        rest, sentinel = tensor[~mine], SENTINEL_BYTE if tensor.dtype == torch.uint8 else SENTINEL
+        assert (rest.float() == sentinel).all(), f"{name}: rows of no request were written: {rest}"
+    if result.out_block_scale is not None:
+        rest = unswizzled(result.out_block_scale.view(torch.uint8), *result.out_block_scale.shape)
+        owned = torch.nn.functional.pad(mine, (0, len(rest)))[: len(rest)]
+        assert (rest[~owned] == SENTINEL_BYTE).all(), "out_block_scale: rows of no request were written"
+
+
 def judge(result: Result, expected: Expected, magnitude: torch.Tensor, *, with_lse: bool = True) -> None:
     """Raises AssertionError where a result is wrong.
 
@@ -88,9 +132,7 @@ def judge(result: Result, expected: Expected, magnitude: torch.Tensor, *, with_l
         with_lse: whether an LSE was asked for; none may have been written otherwise.
     """
     mine = expected.owned
-    for name, tensor in (("out", result.out), ("lse", result.lse)):
-        rest = tensor[~mine]
-        assert (rest.float() == SENTINEL).all(), f"{name}: rows of no request were written: {rest}"
+    assert_others_kept(result, mine)
     out = result.out_near(expected.out).to(expected.naive.dtype)
     assert_within_budget(out[mine], expected.out[mine], expected.naive[mine])
     if not with_lse:

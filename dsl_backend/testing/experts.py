@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -13,7 +14,18 @@ from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.scales import mma_scales
 from dsl_backend.experts.spec import ACTIVATIONS_OF, ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.quant.format import BLOCK_SCALED, E2M1_MAX, GROUP, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import (
+    BLOCK_SCALED,
+    E2M1_MAX,
+    GROUP,
+    MXFP4,
+    MXFP4_TILED,
+    MXFP8,
+    NVFP4,
+    ROW_SCALED,
+    ScaledFormat,
+)
+from dsl_backend.quant.mxfp4_tiles import pack_experts
 from dsl_backend.quant.reference import (
     Quantized,
     dequantized,
@@ -159,7 +171,10 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
             wholes = {"w13_global": w13_global, "w2_global": w2_global, "x_global": of_x, "hidden_global": of_x / 4}
             wholes = {name: one.to(device) for name, one in wholes.items()}
     else:
-        (w13, w13_scale), (w2, w2_scale) = (stored_weights(one, case.weight, device) for one in weights)
+        (w13, w13_scale), (w2, w2_scale) = (
+            stored_weights(one, case.weight, device, parts, parts == 2 and case.interleaved)
+            for one, parts in zip(weights, (2, 1), strict=True)
+        )
     x_scale = None
     if case.spec.x is not None:
         x, x_scale, _ = quantized(x, case.spec.x)
@@ -181,12 +196,23 @@ def tensors(case: ExpertsCase, device: str) -> ExpertsOperands:
     )
 
 
+def tiled_weights(weights: torch.Tensor, parts: int, interleaved: bool) -> torch.Tensor:
+    """Experts' weights [E, rows, columns] in MXFP4, packed for products with 16 bits."""
+    scales = torch.stack([mma_scales_of(one, MXFP4).view(torch.uint8) for one in weights])
+    values = torch.stack(
+        [mma_stored(one, scale.view(MXFP4.scales), MXFP4) for one, scale in zip(weights, scales, strict=True)]
+    )
+    return pack_experts(values, scales, parts=parts, interleaved=interleaved)
+
+
 def stored_weights(
-    weights: torch.Tensor, kind: ScaledFormat | None, device: str
+    weights: torch.Tensor, kind: ScaledFormat | None, device: str, parts: int, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Experts' weights in a format, and their scales; None is the dtype that they have."""
+    """Experts' weights in a format, and their scales; None is the dtype that they have. See `pack_experts`."""
     if kind is None:
         return weights.to(device), None
+    if kind.tiled:
+        return tiled_weights(weights, parts, interleaved).to(device), None
     values, scales, _ = zip(*(quantized(one, kind) for one in weights), strict=True)
     return torch.stack(values).to(device), torch.stack(scales).contiguous().to(device)
 
@@ -373,6 +399,16 @@ SHARED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
     }
 )
 
+# Sums in any order: by the kernels for few tokens, which keep the order, and by grouped GEMMs.
+ADDED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        f"added-{tokens}": replace(
+            CASES["many-tokens"], tokens=tokens, padding=0.2, biases=True, pad_out=24, deterministic=False
+        )
+        for tokens in (9, 300, 900)
+    }
+)
+
 BLOCKS = ExpertsCase(tokens=20, num_experts=4, hidden=144, width=128, topk=2, weight=BLOCK_SCALED)
 # Weights in 8 bits.
 SCALED_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
@@ -452,6 +488,35 @@ REAL: Mapping[str, ExpertsCase] = MappingProxyType(
 )
 
 
+# Weights of so many experts are quantised in seconds.
+SCALED_REAL: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        **{
+            f"real-{kind}-{tokens}": replace(qwen3_30b(tokens), num_experts=32, weight=kind)
+            for kind in (BLOCK_SCALED, ROW_SCALED)
+            for tokens in (1, 64, 2000)
+        },
+        "real-deepseek-v3": ExpertsCase(
+            tokens=100, num_experts=8, hidden=7168, width=2048, topk=4, weight=BLOCK_SCALED, routing="zipf"
+        ),
+    }
+)
+GPT_OSS_SIZE = replace(REAL["real-gpt-oss"], num_experts=8)
+BLOCK_SCALED_REAL: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        f"real-{kind}-{tokens}": replace(GPT_OSS_SIZE, weight=kind, tokens=tokens)
+        for kind in (MXFP8, MXFP4, NVFP4)
+        for tokens in (1, 300)
+    }
+)
+WEIGHT_ONLY_REAL: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        f"real-mxfp4-tiled-{tokens}": replace(GPT_OSS_SIZE, weight=MXFP4_TILED, tokens=tokens)
+        for tokens in (1, 20, 64, 1000)
+    }
+)
+
+
 def random_case(draw: random.Random, most: int, *, facts: random.Random | None = None) -> ExpertsCase:
     """A random layer of experts whose sizes are multiples of 8.
 
@@ -492,10 +557,34 @@ def random_case(draw: random.Random, most: int, *, facts: random.Random | None =
     )
 
 
-def random_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
-    """A random layer of experts whose weights are in 8 bits; sizes are multiples of 16."""
-    case = random_case(draw, most)
-    weight = draw.choice((BLOCK_SCALED, ROW_SCALED))
+# Of random layers beside what `random_case` draws, by their share: sums in any order, and shared experts.
+EXTRAS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {},
+    {"deterministic": False},
+    {"shared": 1},
+    {"shared": 2, "shared_weight": 0.4},
+)
+
+
+def random_layer(draw: random.Random, most: int, *, facts: random.Random | None = None) -> ExpertsCase:
+    """As `random_case`, where sums may be in any order, or experts shared, if nothing else is in the way."""
+    case = random_case(draw, most, facts=facts)
+    extra = (facts or draw).choice(EXTRAS)
+    alone = case.biases or case.interleaved or case.router_weights is RouterWeights.INPUT
+    return case if "shared" in extra and alone else replace(case, **extra)
+
+
+def few_experts(case: ExpertsCase, facts: random.Random) -> ExpertsCase:
+    """The case with as many experts as `facts` draws, for which kernels are compiled: quantising many takes minutes."""
+    return replace(case, num_experts=case.topk + facts.randrange(16))
+
+
+def random_scaled_case(draw: random.Random, most: int, *, facts: random.Random | None = None) -> ExpertsCase:
+    """A random layer of experts in e4m3; sizes are multiples of 16. Arguments as `random_case`'s."""
+    case = random_case(draw, most, facts=facts)
+    facts = facts or draw
+    weight = facts.choice((BLOCK_SCALED, ROW_SCALED))
     multiple = GROUP if weight.blocked else 16
     return replace(
         case,
@@ -505,7 +594,7 @@ def random_scaled_case(draw: random.Random, most: int) -> ExpertsCase:
         interleaved=case.interleaved and not weight.blocked,
         pad_x=-(-case.pad_x // 16) * 16,
         weight=weight,
-        x_given=draw.random() < 0.5,
+        x_given=facts.random() < 0.5,
     )
 
 
@@ -521,3 +610,29 @@ def random_block_scaled_case(draw: random.Random, most: int, *, facts: random.Ra
         # NVFP4 has no infinity, and its elements no NaN.
         special=case.special and weight != NVFP4,
     )
+
+
+def random_weight_only_case(draw: random.Random, most: int, *, facts: random.Random | None = None) -> ExpertsCase:
+    """A random layer of experts in MXFP4 under bfloat16; sizes are multiples of 32. Arguments as `random_case`'s."""
+    case = random_case(draw, most, facts=facts)
+    hidden, width = (-(-size // 32) * 32 for size in (case.hidden, case.width))
+    return replace(case, hidden=hidden, width=width, dtype=BF16, weight=MXFP4_TILED)
+
+
+# A token's experts are fewer than all.
+WEIGHT_ONLY = ExpertsCase(tokens=5, num_experts=3, hidden=160, width=96, topk=2, weight=MXFP4_TILED)
+WEIGHT_ONLY_CASES: Mapping[str, ExpertsCase] = MappingProxyType(
+    {
+        "mxfp4-tiled": WEIGHT_ONLY,
+        "mxfp4-tiled-gpt-oss": replace(
+            WEIGHT_ONLY, tokens=13, hidden=192, width=160, interleaved=True, biases=True, activation=SWIGLU_OAI
+        ),
+        # By the grouped GEMMs.
+        "mxfp4-tiled-many": replace(WEIGHT_ONLY, tokens=150, hidden=288, mapped=True, padding=0.3, routing="zipf"),
+        "mxfp4-tiled-all-padding": replace(WEIGHT_ONLY, padding=1.0, biases=True),
+        "mxfp4-tiled-input": replace(
+            WEIGHT_ONLY, topk=1, biases=True, router_weights=RouterWeights.INPUT, activation=Geglu()
+        ),
+        "mxfp4-tiled-special": replace(WEIGHT_ONLY, special=True),
+    }
+)

@@ -39,9 +39,17 @@ Problem = (
     | SamplingCase
     | VerificationCase
 )
+# Random layers of experts by family, which is by the format of the weights: 16 bits, e4m3, the formats whose scales
+# SM100 multiplies with, and MXFP4 under 16 bits.
+EXPERTS = {
+    "experts": experts.random_layer,
+    "scaled_experts": experts.random_scaled_case,
+    "block_scaled_experts": experts.random_block_scaled_case,
+    "weight_only_experts": experts.random_weight_only_case,
+}
 FAMILIES = (
     *("decode", "prefill", "mla", "write_kv", "rope_write_kv", "rope_write_mla"),
-    *("linear", "scaled_linear", "experts", "norm", "softmax", "sampling", "verification"),
+    *("linear", "scaled_linear", *EXPERTS, "norm", "softmax", "sampling", "verification"),
 )
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
@@ -130,7 +138,7 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
         draw.choice((None, 0, 1, 15, 16, 31, 99, 200, 5000)),
         draw.choice((None, None, 0, 3, 17)) if case.causality is FULL else None,
     )
-    return dataclasses.replace(
+    case = dataclasses.replace(
         case,
         heads=(heads_kv * draw.choice(GROUPS), heads_kv),
         dim=192 if both else dim,
@@ -148,6 +156,9 @@ def layer(family: str, draw: random.Random, sizes: Sizes) -> Case:
         # Last, so that the other facts of a seed are those of earlier versions.
         fp8_out=draw.random() < 0.15,
     )
+    columns = case.heads[0] * case.spec.head_dim_v
+    fits = not case.fp8_out and case.spec.head_dim_v % 16 == 0 and columns % 64 == 0
+    return dataclasses.replace(case, nvfp4_out=draw.random() < 0.15 and fits)
 
 
 # Share of requests whose queries are no decode; MLA's kernels for those also serve short pieces of prompts.
@@ -273,8 +284,9 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
         return random_case(draw, sizes.linear, facts=shared)
     if family == "scaled_linear":
         return scaled.random_case(draw, sizes.linear, facts=shared)
-    if family == "experts":
-        return experts.random_case(draw, sizes.experts, facts=shared)
+    if family in EXPERTS:
+        case = EXPERTS[family](draw, sizes.experts, facts=shared)
+        return case if case.weight is None else experts.few_experts(case, shared)
     facts = layer(family, shared, sizes)
     return attention_case(family, facts, draw, sizes)
 

@@ -19,9 +19,13 @@ from dsl_backend.quant.format import NVFP4_KV, is_fp8
 
 # What the rest of an `out` or `lse` tensor holds before a launch, to see that it is left alone.
 SENTINEL = -96.0
+# The same of bytes, which are two e2m1, or a scale in e4m3 that no block has: it is negative.
+SENTINEL_BYTE = 0xA5
 K_SCALE, V_SCALE, Q_SCALE = 0.043, 0.071, 0.017
 # Of outputs: those of a few standard normal values are larger than 448 of it, those of many are subnormal.
 OUT_SCALE = 0.0031
+# Of those in NVFP4, which are multiplied by it: some blocks have scales that saturate, and others subnormal ones.
+NVFP4_OUT_SCALE = 900.0
 # Page numbers that fault or read nonsense when they are followed.
 BAD_PAGES = (-1, 2**31 - 1, -(2**31), 2**30)
 
@@ -357,6 +361,12 @@ def scale_of(spec: AttentionSpec, scale: float, by_head: bool, requests: int = 1
     return scale * 2.0 ** torch.arange(spec.heads_kv if by_head else 1).remainder(4)
 
 
+def out_scale_of(spec: AttentionSpec, device: torch.device | str) -> torch.Tensor | None:
+    if not spec.is_quantized_out:
+        return None
+    return torch.full((1,), NVFP4_OUT_SCALE if spec.is_nvfp4_out else OUT_SCALE, device=device)
+
+
 def make_problem(
     spec: AttentionSpec,
     q_lens: Sequence[int],
@@ -419,7 +429,7 @@ def make_problem(
         k_scale=scale_of(spec, K_SCALE, scales_by_head, requests).to(device) if spec.is_quantized_kv else None,
         v_scale=scale_of(spec, V_SCALE, scales_by_head, requests).to(device) if spec.is_quantized_kv else None,
         q_scale=scale_of(spec, Q_SCALE, scales_by_head, requests).to(device) if spec.is_fp8_q else None,
-        out_scale=torch.full((1,), OUT_SCALE, device=device) if spec.is_fp8_out else None,
+        out_scale=out_scale_of(spec, device),
         stale=around.stale,
     )
     assert (causal is not None) == (spec.causality is Causality.PER_REQUEST)

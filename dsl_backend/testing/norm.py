@@ -234,6 +234,7 @@ def launch_as_configured(case: NormCase, given: NormTensors) -> None:
     # Imported here: the rest of this module serves machines without the CuTe DSL.
     from dsl_backend.norm.cute import host
 
+    assert case.config is not None
     function = host.build(host.key_of(spec_of(case, given), case.config), targets.detect(given.x.device))
     function(*host.arguments_of(launch.prepared(given)), EPS)
 
@@ -283,22 +284,7 @@ CASES = [
         config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True),
         why="launches overlap; no column outside",
     ),
-    # --- rows that are read twice, and priorities of caches ---
-    NormCase(
-        id="reread",
-        rows=7,
-        width=250,
-        in_place=True,
-        config=spread(250, 1, 64, reread=True, use_pdl=True),
-        why="in place, ragged: a thread reads its vectors again before it writes them",
-    ),
-    NormCase(
-        id="reread-last",
-        rows=3,
-        width=2048,
-        config=spread(2048, 2, 32, vector=8, vectors_per_thread=4, reread=True, evict_last=True),
-        why="a cluster, no column outside; loads with priorities",
-    ),
+    # --- priorities of caches ---
     NormCase(
         id="evict-last",
         rows=3,
@@ -309,17 +295,17 @@ CASES = [
         why="three warps; loads with a priority, ragged, x and residual",
     ),
     NormCase(
-        id="reread-special",
+        id="evict-last-special",
         rows=9,
-        width=300,
+        width=304,
         dtype=F16,
-        out_dtype=F32,
-        scaling=Scaling.NONE,
         no_weight=True,
-        config=spread(300, 1, 32, reread=True),
+        config=spread(304, 2, 32, vector=8, vectors_per_thread=1, evict_last=True),
         special=True,
-        why="NaN and infinities without a weight, a warp",
+        why="a cluster, NaN and infinities without a weight",
     ),
+    NormCase(id="evict-last-default", rows=2, width=8192, in_place=True, why="a width's own priority, in place"),
+    NormCase(id="eight-ctas", rows=1, width=32768, why="the eight CTAs that this width gets by itself"),
     # --- types ---
     NormCase(id="bf16-f32", rows=3, width=264, out_dtype=F32, why="wider output"),
     NormCase(id="f32-bf16", rows=3, width=264, dtype=F32, out_dtype=BF16, residual=True, why="narrower output"),
@@ -343,15 +329,6 @@ CASES = [
         weight_offset=1.0,
         config=spread(2048, 4, 32, vector=8, vectors_per_thread=2),
         why="a cluster; half a warp has a group",
-    ),
-    NormCase(
-        id="e4m3-groups-reread",
-        rows=3,
-        width=768,
-        scaling=BY_GROUP,
-        no_weight=True,
-        config=spread(768, 1, 64, vector=8, vectors_per_thread=2, reread=True, use_pdl=True),
-        why="a second read; warps without a column",
     ),
     # --- memory ---
     NormCase(id="strides", rows=5, width=96, pad=8, pad_out=24, residual=True, why="rows apart, aligned"),

@@ -3,7 +3,8 @@
 
 import torch
 
-from dsl_backend.quant.format import is_fp8
+from dsl_backend.quant.format import E2M1_MAX, is_fp8
+from dsl_backend.quant.reference import E2M1
 
 
 def per_row(values: torch.Tensor) -> torch.Tensor:
@@ -69,6 +70,36 @@ def before_rounding(stored: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     low = torch.where(values == -limit, -torch.inf, values - half)
     high = torch.where(values == limit, torch.inf, values + half)
     return torch.where(exact.isnan() | values.isnan(), values, exact.clamp(low, high))
+
+
+def block_before_rounding(elements: torch.Tensor, scales: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """The numbers, float64, that `elements` with `scales` are in NVFP4, and which are nearest to `exact`.
+
+    The largest magnitude of a block was within half a step of its scale as well: its number is the worse of both.
+
+    Args:
+        elements: [..., dim / 2] bytes. scales: [..., dim / 16] e4m3. exact: [..., dim], times the scale of outputs.
+    """
+    codes = torch.stack((elements & 15, elements >> 4), -1).flatten(-2).long()
+    known = torch.tensor(E2M1, dtype=torch.float64, device=exact.device)
+    middles = (known[1:] + known[:-1]) / 2
+    infinite = known.new_tensor([torch.inf])
+    low, high = torch.cat([-middles[:1], middles])[codes & 7], torch.cat([middles, infinite])[codes & 7]
+    negative = codes > 7
+    low, high = torch.where(negative, -high, low), torch.where(negative, -low, high)
+    blocks, scale = exact.unflatten(-1, (-1, 16)), scales.double()[..., None]
+    low, high = (bound.unflatten(-1, (-1, 16)) * scale for bound in (low, high))
+    # A scale of 0 says nothing about the elements.
+    low, high = low.masked_fill(scale == 0, -torch.inf), high.masked_fill(scale == 0, torch.inf)
+    found = torch.where(blocks.isnan(), blocks, blocks.clamp(low, high))
+    largest, where = blocks.abs().max(-1, keepdim=True)
+    by_scale = E2M1_MAX * before_rounding(scales, (largest / E2M1_MAX).squeeze(-1))[..., None]
+    by_scale = by_scale.copysign(blocks.gather(-1, where))
+    own, exactly = found.gather(-1, where), blocks.gather(-1, where)
+    worse = torch.where((by_scale - exactly).abs() > (own - exactly).abs(), by_scale, own)
+    found = found.scatter(-1, where, worse)
+    # One NaN makes its block's scale one.
+    return torch.where(scale.isnan(), torch.nan, found).flatten(-2)
 
 
 def assert_within_budget(

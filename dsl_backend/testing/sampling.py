@@ -31,6 +31,15 @@ TWO = (F16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, max_cand
 FOUR = (BF16, torch.int64, ClusterConfig(cluster=4, threads=32, vector=2, max_candidates=64))
 SIXTEEN = (F32, torch.int64, ClusterConfig(cluster=16, threads=128, vector=2, blocks_ahead=0, max_candidates=64))
 KINDS = (ONE, TWO, FOUR, SIXTEEN)
+# For top-p alone: bounds of lanes; and a second launch, with one CTA and with two before it.
+BOUNDED = (F32, torch.int64, ClusterConfig(cluster=1, threads=64, vector=4, max_candidates=64, lane_bound_blocks=64))
+FINISHED = (
+    F32,
+    torch.int64,
+    ClusterConfig(cluster=1, threads=64, vector=4, max_candidates=64, lane_bound_blocks=64, finish_cluster=4),
+)
+FINISHED_TWO = (BF16, torch.int32, ClusterConfig(cluster=2, threads=64, vector=1, max_candidates=64, finish_cluster=2))
+TOP_P_KINDS = (BOUNDED, FINISHED, FINISHED_TWO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +183,20 @@ def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parame
 
     out = unwritten(case.spec, len(x), x.device)
     function = host.build(host.key_of(case.spec, case.config, case.k_dtype), targets.detect(x.device))
-    function(*args_of(host.with_expected_strides(x), parameters, out).tensors)
+    function(*args_of(case, host.with_expected_strides(x), parameters, out).tensors)
     return out
 
 
-def args_of(x: torch.Tensor, parameters: Parameters, out: Sampled) -> SampleArgs:
-    """What a launch with all parameters takes."""
+def args_of(case: SamplingCase, x: torch.Tensor, parameters: Parameters, out: Sampled) -> SampleArgs:
+    """What a launch with all parameters takes, and the case's config."""
+    from dsl_backend.sampling.cute import host
+
     results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
-    return SampleArgs(logits=x, **vars(parameters), **results)
+    args = host.with_scratch(SampleArgs(logits=x, **vars(parameters), **results), case.spec, case.config)
+    if args.pending is not None:
+        args.pending.fill_(UNWRITTEN)
+        args.block_max.fill_(NAN)
+    return args
 
 
 def row(
@@ -357,6 +372,24 @@ CASES += (
         why="only the token's own, and three logits",
     ),
 )
+# Rows of which top-p removes the first token often, with greedy ones, ones without a filter and odd ones beside them.
+TOP_P = (
+    *3 * (row(t=9, p=0.5), row(t=3, p=0.9), row(p=0.3), row("peaked", t=30, p=0.2), row("ties", t=9, p=0.4)),
+    # Of three tokens: how much the drawn one has decides whether it is kept.
+    *6 * (row("few", t=9, p=0.5),),
+    *(row(name, t=9, p=0.3) for name in ("equal", "zeros", "nan", "all-nan", "dead", "few", "one", "inf", "huge")),
+    *(row(name, t=2, p=0.5) for name in ("tiny", "steep", "sorted", "masked")),
+    *(row(), row(t=0), row(t=0, p=0.1), row(p=0.0), row(t=5, p=1e-6)),
+)
+CASES += tuple(
+    SamplingCase(id=id, kind=kind, vocab=vocab, rows=TOP_P, pad=pad, why=why)
+    for id, kind, vocab, pad, why in (
+        ("bounded", BOUNDED, 5000, 0, "lanes' bounds of several blocks"),
+        ("finished", FINISHED, 5000, 8, "rows that a second launch draws again, with lanes' bounds"),
+        ("finished-2", FINISHED_TWO, 3001, 0, "the same of two CTAs, in 16 bits, with a part of a block"),
+        ("finished-narrow", FINISHED, 8, 0, "a vocabulary that only one CTA of the second launch has"),
+    )
+)
 
 WIDE = tuple(
     SamplingCase(id=id, kind=kind, vocab=vocab, rows=FILTERS, why=why)
@@ -369,26 +402,31 @@ WIDE = tuple(
 )
 
 
-def random_case(seed: int, widest: int = 800) -> SamplingCase:
-    """A problem of any kind; the same for the same seed."""
+def random_case(seed: int, widest: int = 800, top_p_alone: bool = False) -> SamplingCase:
+    """A problem of any kind, or with top-p and no other filter; the same for the same seed."""
     draw = random.Random(seed)
     # Sixteen CTAs run slowly, so they are not among the first cases, which every change is tested with.
     kind = KINDS[seed % 3] if seed < FEW else KINDS[seed % len(KINDS)]
+    kind = TOP_P_KINDS[seed % len(TOP_P_KINDS)] if top_p_alone else kind
     vector = kind[2].vector
     vocab = vector * draw.choice((draw.randint(1, 20), draw.randint(1, widest // vector)))
 
     def any_row() -> tuple[str, float, int, float, float]:
         distribution = draw.choice(DISTRIBUTIONS) if draw.random() < 0.5 else "spread"
-        return row(
+        drawn = row(
             distribution,
             t=draw.choice((0.0, 1.0, 0.5, 3.0, 10.0, 30.0)),
-            k=draw.choice((0, 0, draw.randint(1, 10), draw.randint(1, 80), draw.randint(1, vocab))),
+            k=0
+            if top_p_alone
+            else draw.choice((0, 0, draw.randint(1, 10), draw.randint(1, 80), draw.randint(1, vocab))),
             p=draw.choice((1.0, 1.0, 0.9, 0.999, draw.random(), draw.random() ** 4)),
             m=draw.choice((0.0, 0.0, draw.random() ** 3)),
         )
+        name, temperature, _, top_p, _ = drawn
+        return (name, temperature, 0, top_p, 0.0) if top_p_alone else drawn
 
     # Each kind with log-probabilities is another kernel to compile.
-    asks = seed >= FEW and seed % 3 == 0
+    asks = seed >= FEW and seed % 3 == 0 and not top_p_alone
     return SamplingCase(
         id=f"fuzz-{seed}",
         why="unforeseen combinations",

@@ -252,7 +252,7 @@ def check_outputs(case: ScaledCase, found: Outputs, budget: Budget, *, truncated
         assert_errors_fit(found.out, exact, error + (exact.nan_to_num().abs() + error) * step / 2 + least, str(case))
         return
     assert found.scale is not None
-    if not (kind.block_rows is None and not kind.blocked):
+    if not kind.one_scale:
         check_scales(case, kind, found.scale.float(), Budget(exact, error))
     scale = spread(found.scale.double(), kind, *exact.shape).expand_as(exact)
     check_stored(case, kind, found.out, Budget(exact, error), scale)

@@ -134,6 +134,7 @@ def launch_as_configured(case: SoftmaxCase, x: torch.Tensor, out: torch.Tensor) 
     # Imported here: the rest of this module serves machines without the CuTe DSL.
     from dsl_backend.softmax.cute import host
 
+    assert case.config is not None
     function = host.build(host.key_of(spec_of(case, x, out), case.config), targets.detect(x.device))
     function(with_expected_strides(x), with_expected_strides(out))
 
@@ -210,7 +211,15 @@ CASES = [
         config=spread(2000, 16, 96 + 32),
         why="64 slots: a lane merges two; CTAs without a column",
     ),
-    SoftmaxCase(id="cluster-default", rows=1, width=20000, why="the cluster that a width gets by itself"),
+    SoftmaxCase(id="cluster-default", rows=2, width=20000, why="the cluster that a width gets by itself"),
+    SoftmaxCase(
+        id="cluster-default-f32", rows=2, width=16700, dtype=F32, why="the same of float32, which is held; ragged"
+    ),
+    SoftmaxCase(id="cluster-default-even", rows=1, width=18432, why="six warps of a CTA that hold a row exactly"),
+    SoftmaxCase(
+        id="cluster-default-log", rows=1, width=16424, log=True, why="a vocabulary's spread: five warps of two CTAs"
+    ),
+    SoftmaxCase(id="block-default", rows=2, width=4200, dtype=F32, why="a CTA of its own: nothing loaded past the end"),
     SoftmaxCase(
         id="stream",
         rows=5,
@@ -266,6 +275,13 @@ CASES = [
         width=768,
         config=spread(768, 2, 64, ctas_per_sm=3, use_pdl=True, late_dependents=True),
         why="a cluster that lets the next launch start behind its merge",
+    ),
+    SoftmaxCase(
+        id="evict-last",
+        rows=3,
+        width=1000,
+        config=spread(1000, 2, 32, vector=8, vectors_per_thread=2, evict_last=True),
+        why="loads with a priority, ragged; a cluster",
     ),
     # --- types ---
     SoftmaxCase(id="bf16-f32", rows=3, width=264, out_dtype=F32, why="wider output: two stores for a load's type"),

@@ -17,6 +17,13 @@ SPECS = 24
 RANDOM = re.compile(r"fuzz-(\d+)-(\d+)")
 # Of the table, where there is little time: one case of this many.
 QUICK_STEP = 4
+# Cases of experts, and those of real size.
+EXPERTS = {
+    "experts": ({**experts.CASES, **experts.SHARED_CASES, **experts.ADDED_CASES}, experts.REAL),
+    "scaled_experts": (experts.SCALED_CASES, experts.SCALED_REAL),
+    "block_scaled_experts": (experts.BLOCK_SCALED_CASES, experts.BLOCK_SCALED_REAL),
+    "weight_only_experts": (experts.WEIGHT_ONLY_CASES, experts.WEIGHT_ONLY_REAL),
+}
 
 
 def table(family: str, device: str) -> Mapping[str, Problem]:
@@ -27,8 +34,9 @@ def table(family: str, device: str) -> Mapping[str, Problem]:
         return {**linear.CASES, **(linear.REAL if large else {})}
     if family == "scaled_linear":
         return {**scaled.CASES, **(scaled.REAL if large else {})}
-    if family == "experts":
-        return {**experts.CASES, **(experts.REAL if large else {})}
+    if family in EXPERTS:
+        cases, real = EXPERTS[family]
+        return {**cases, **(real if large else {})}
     if family == "norm":
         return {case.id: case for case in (*norm.CASES, *(norm.WIDE if large else ()))}
     if family == "softmax":

@@ -165,9 +165,11 @@ def predicted(vllm_config: Any, target: Target) -> Iterator[PrecompileSpec]:
     if getattr(vllm_config, "quant_config", None) is None and not reasons_against_engine(vllm_config):
         for spec in linear_precompile.layer_specs(shape, batch_invariant=compat.is_batch_invariant()):
             yield from linear_precompile.precompile_specs_of(spec, target)
-    experts = experts_precompile.spec_of(replace(shape, expert_parallel=expert_ranks(vllm_config.parallel_config)))
+    ranks, named = expert_ranks(vllm_config.parallel_config), options.of(vllm_config).experts_kernel
+    with_experts = replace(shape, expert_parallel=ranks, experts_kernel=named)
+    experts = experts_precompile.spec_of(with_experts)
     if isinstance(experts, ExpertsSpec) and predicts_experts(vllm_config, experts, target):
-        yield from experts_precompile.precompile_specs_of(experts, target, options.of(vllm_config).experts_kernel)
+        yield from experts_precompile.precompile_specs(with_experts, target)
     wanted = [one.name for one in families.load_all() if one.warm_up]
     if envs.SAMPLER.read() and vllm_config.speculative_config is None:
         wanted.append("sampling")

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +25,8 @@ from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import AttentionPlan
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
-from dsl_backend.errors import Unsupported
-from dsl_backend.quant.format import E4M3, NVFP4_KV
+from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.quant.format import E4M3, NVFP4, NVFP4_KV, TENSOR_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME
@@ -254,13 +253,14 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         for layer in (layers[name] for name in layer_names if name in layers):
             causal = layer.impl.attn_type == AttentionType.DECODER
             sinks = layer.impl.sinks
-            for quantised in (True, False) if layer.impl.quantises_outputs else (False,):
+            # The plain outputs' last: keys and values are written for their planner's spec.
+            for out_format in dict.fromkeys((layer.impl.asked_format, None)):
                 planner = self.planners.of(
                     layer.impl.spec(
                         None if layer.impl.packed else kv_cache_spec.block_size,
                         Causality.CAUSAL if causal else Causality.FULL,
                         layer.head_size_v,
-                        quantised,
+                        out_format,
                     )
                 )
                 planner.prepare(sinks=None if sinks is None else sinks.dtype)
@@ -290,7 +290,8 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             slot_mapping=common.slot_mapping,
             causal=causal,
             planners=self.planners,
-            host_lengths=host_lengths(common) if self.launches_by_lengths else None,
+            # They choose between launches for queries of different lengths, and here all have one token.
+            host_lengths=host_lengths(common) if self.launches_by_lengths and common.max_query_len > 1 else None,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DSLMetadata:
@@ -320,14 +321,23 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         """Nothing to do: see supports_draft_decode_metadata_update."""
 
 
+def likely_formats(config: Any) -> tuple[ScaledFormat, ...]:
+    """Formats that projections of a model may want attention's outputs in, as its quantisation's name says."""
+    name = getattr(config.model_config, "quantization", None) or ""
+    if "fp4" in name:
+        return (NVFP4,)
+    # These names stand for checkpoints of either kind.
+    return (TENSOR_SCALED, NVFP4) if name in ("compressed-tensors", "modelopt_mixed") else (TENSOR_SCALED,)
+
+
 class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
     """One layer's attention. Raises ValueError: no kernel serves the layer; with every reason.
 
     Attributes:
-        quantises_outputs: vLLM has asked for an output in e4m3, as it first does in its profiling run.
+        asked_format: of a quantised output that vLLM has asked for, as it first does in its profiling run.
     """
 
-    quantises_outputs = False
+    asked_format: ScaledFormat | None = None
 
     def __init__(
         self,
@@ -378,14 +388,15 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         )
         if self.base_spec.kv.nvfp4:
             DSLAttentionBackend.nvfp4_layers = True
-        self._specs: dict[tuple[int | None, Causality, int, bool], AttentionSpec] = {}
+        self._specs: dict[tuple[int | None, Causality, int, str | None], AttentionSpec] = {}
+        self._stores: dict[ScaledFormat, bool] = {}
         config = get_current_vllm_config_or_none()
         given = options.of(config)
         kernel = self.kernel = given.attention_kernel
         # By name; all layers of the model, once it is made.
         self._layers: dict[str, Any] = {} if config is None else config.compilation_config.static_forward_context
         # Read by vLLM's layer, which then hands over queries in e4m3.
-        self.supports_quant_query_input = given.fp8_queries and self.base_spec.kv == E4M3
+        self.supports_quant_query_input = given.quantises_queries(self.base_spec.kv)
         if self.supports_quant_query_input:
             self.base_spec = replace(self.base_spec, q_dtype=E4M3.dtype)
         self.write_kernel = validation.kernel_for(Operation.WRITE_KV, kernel)
@@ -396,8 +407,9 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         if config is not None:
             page_size = None if self.packed else compat.page_size(config, DSLAttentionBackend)
             specs = [self.spec(page_size, self.base_spec.causality, head_size)]
-            if getattr(config.compilation_config.pass_config, "fuse_attn_quant", False) and self.stores_e4m3:
-                specs.append(self.spec(page_size, self.base_spec.causality, head_size, quantised=True))
+            if getattr(config.compilation_config.pass_config, "fuse_attn_quant", False):
+                kinds = [kind for kind in likely_formats(config) if self.stores(kind)]
+                specs += [self.spec(page_size, self.base_spec.causality, head_size, kind) for kind in kinds]
             ahead.compile_attention(config, specs, sinks=None if sinks is None else sinks.dtype)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -405,10 +417,15 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
 
         vLLM asks the first layers only, and has every layer's output quantised then: all have to store it.
         """
-        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 
-        static = quant_key == kFp8StaticTensorSym and quant_key.dtype == E4M3.dtype
-        return static and all(impl.stores_e4m3 for impl in self.impls())
+        if quant_key == kNvfp4Dynamic:
+            kind = NVFP4
+        elif quant_key == kFp8StaticTensorSym and quant_key.dtype == E4M3.dtype:
+            kind = TENSOR_SCALED
+        else:
+            return False
+        return all(impl.stores(kind) for impl in self.impls())
 
     def impls(self) -> "Iterator[DSLAttentionImpl]":
         """Those of all layers of the model that are ours, and this one."""
@@ -418,24 +435,29 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             if impl is not self and isinstance(impl, DSLAttentionImpl):
                 yield impl
 
-    @cached_property
-    def stores_e4m3(self) -> bool:
-        """Whether the kernels that serve the layer store its outputs in e4m3 too, and no others would have to."""
-        target, quantised = validation.current_target(), replace(self.base_spec, out_dtype=E4M3.dtype)
+    def stores(self, kind: ScaledFormat) -> bool:
+        """Whether the kernels that serve the layer store its outputs in a format too, and no others would have to."""
+        if kind not in self._stores:
+            self._stores[kind] = self._judge_format(kind)
+        return self._stores[kind]
+
+    def _judge_format(self, kind: ScaledFormat) -> bool:
+        target = validation.current_target()
 
         def serving(spec: AttentionSpec, operation: Operation) -> str:
             return dispatch.choose(operation, spec, target, self.kernel).title
 
         try:
+            quantised = replace(self.base_spec, out_format=kind)
             return all(
                 serving(quantised, operation) == serving(self.base_spec, operation)
                 for operation in dispatch.attention_of(self.base_spec)
             )
-        except Unsupported:
+        except (InvalidInput, Unsupported):
             return False
 
     def spec(
-        self, page_size: int | None, causality: Causality, head_dim_v: int, quantised: bool = False
+        self, page_size: int | None, causality: Causality, head_dim_v: int, out_format: ScaledFormat | None = None
     ) -> AttentionSpec:
         """The layer's spec in a step.
 
@@ -443,9 +465,9 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             page_size: tokens a page of the cache; None where keys are packed.
             causality: of the step's batch.
             head_dim_v: elements of a value.
-            quantised: outputs are stored in e4m3.
+            out_format: of outputs that vLLM wants quantised.
         """
-        key = (page_size, causality, head_dim_v, quantised)
+        key = (page_size, causality, head_dim_v, None if out_format is None else out_format.name)
         spec = self._specs.get(key)
         if spec is None:
             left = self.base_spec.window_left
@@ -456,7 +478,7 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
                 head_dim_v=head_dim_v,
                 # In a batch that is not causal a window reaches as far to the right as to the left.
                 window_right=None if causality is Causality.CAUSAL else left,
-                out_dtype=E4M3.dtype if quantised else None,
+                out_format=out_format,
             )
         return spec
 
@@ -535,14 +557,18 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
             kv_cache: [pages, heads_kv, page_size, head_size + value's]; contiguous in the last dimension. NVFP4's as
                 `split_nvfp4` takes it.
             attn_metadata: None in vLLM's profiling run.
-            output: [tokens, heads, value's head size]. Of e4m3 where vLLM's pass has fused the quantisation of outputs.
-            output_scale: one float32, of such an output.
+            output: [tokens, heads, value's head size]. Of e4m3 where vLLM's pass has fused the quantisation of outputs,
+                or bytes of NVFP4, [tokens, heads, value's head size / 2].
+            output_scale: one float32, of such an output; of NVFP4 2688 / the largest magnitude that is expected.
+            output_block_scale: the scales of blocks of an output in NVFP4, swizzled.
         """
-        if output_block_scale is not None:
-            raise NotImplementedError("attention backend dsl quantises outputs to e4m3 by one scale, and not by blocks")
-        quantised = output_scale is not None
+        out_format = None
+        if output_scale is not None:
+            out_format = TENSOR_SCALED if output_block_scale is None else NVFP4
+        elif output_block_scale is not None:
+            raise ValueError("attention backend dsl was given output_block_scale without output_scale: it needs both")
         if attn_metadata is None:
-            self.quantises_outputs |= quantised
+            self.asked_format = out_format or self.asked_format
             return output.fill_(0)
         scaled, fp8_q = self.base_spec.is_quantized_kv, self.base_spec.is_fp8_q
         page_size = None
@@ -553,14 +579,14 @@ class DSLAttentionImpl(AttentionImpl[DSLMetadata]):
         else:
             keys, values = self.split(kv_cache)
             page_size = keys.shape[1]
-        spec = self.spec(page_size, attn_metadata.causality, self.value_size(values), quantised)
+        spec = self.spec(page_size, attn_metadata.causality, self.value_size(values), out_format)
         plan = attn_metadata.plan(spec)
         return api.run(
             plan,
             query,
             keys,
             values,
-            out=output,
+            out=output if output_block_scale is None else (output, output_block_scale),
             sinks=self.sinks,
             alibi_slopes=self.alibi_slopes,
             k_scale=layer._k_scale if scaled else None,

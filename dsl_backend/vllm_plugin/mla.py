@@ -23,6 +23,7 @@ from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.precompile import LATENT_PAGE_SIZE
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.log import warning_once
+from dsl_backend.quant.format import E4M3
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME, ensure_prefill_member
 from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
@@ -269,10 +270,9 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             **mla,
         )
         install_hooks(Stage.FIRST_LAYER)
-        # Queries keep the model's dtype; kernels dequantize an fp8 cache as they read it.
-        self.supports_quant_query_input = False
         config = get_current_vllm_config()
-        kernel = options.of(config).attention_kernel
+        given = options.of(config)
+        kernel = given.attention_kernel
         self.write_kernel = validation.kernel_for(Operation.WRITE_KV, kernel)
         # Set where a launch in front of attention writes the cache: see `rope/latent_method.py`.
         self.written_in_front = False
@@ -289,6 +289,10 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             mla=True,
             batch_invariant=bool(vllm_envs.VLLM_BATCH_INVARIANT),
         )
+        # Read by vLLM's layer, which then hands over queries in e4m3.
+        self.supports_quant_query_input = given.quantises_queries(self.base_spec.kv)
+        if self.supports_quant_query_input:
+            self.base_spec = replace(self.base_spec, q_dtype=E4M3.dtype)
         self._specs: dict[tuple[int, Causality], AttentionSpec] = {}
 
         # vLLM's MLA layer passes none of these to its prefill, whatever the latent kernels serve.
@@ -394,7 +398,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         """Latent attention of the step's short queries.
 
         Args:
-            q: [tokens, heads, kv_lora_rank + rope], or its two parts.
+            q: [tokens, heads, kv_lora_rank + rope], or its two parts; of e4m3 where vLLM quantises queries.
             kv_c_and_k_pe_cache: [pages, page_size, kv_lora_rank + rope].
 
         Returns:
@@ -404,7 +408,7 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
         assert attn_metadata.decode is not None
         first = q[0] if isinstance(q, tuple) else q
         tokens, heads = first.shape[:2]
-        out = first.new_empty((tokens, heads, self.kv_lora_rank))
+        out = torch.empty((tokens, heads, self.kv_lora_rank), dtype=self.base_spec.dtype, device=first.device)
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=first.device)
         keys, latent, _ = self.split(kv_c_and_k_pe_cache)
         causality = Causality.CAUSAL if compat.is_causal(attn_metadata) else Causality.FULL
@@ -418,5 +422,6 @@ class DSLMLAImpl(MLACommonImpl[DSLMLAMetadata]):
             lse=lse,
             k_scale=scale,
             v_scale=scale,
+            q_scale=layer._q_scale if self.base_spec.is_fp8_q else None,
         )
         return out, lse

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from dsl_backend.attention import dispatch
 from dsl_backend.experts import dispatch as experts_dispatch
 from dsl_backend.linear.scaled import dispatch as scaled_dispatch
+from dsl_backend.quant.format import E4M3, KVFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.enum_members import NAME
 
@@ -28,14 +29,14 @@ class Options(BaseModel):
     Attributes:
         attention_kernel: only kernels of this name from the dispatch table serve attention; a layer that they do not
             serve is an error. By default each operation gets the best kernel that serves it.
-        fp8_queries: vLLM quantises the queries of layers with an e4m3 cache, by the checkpoint's scale or 1, which
-            compiled models fuse with what precedes; with `cute-fp8` alone. By default that kernel gives each row of
-            queries a scale of its own, and short queries have 16 bits.
+        fp8_queries: vLLM quantises the queries of layers with an NVFP4 cache, and with `cute-fp8` those of layers with
+            an e4m3 cache, by the checkpoint's scale or 1, which compiled models fuse with what precedes. By default
+            `cute-fp8` gives each row of queries a scale of its own, and all other queries have 16 bits.
         experts: whose kernels serve routed experts; those that dsl cannot serve are vLLM's.
         experts_kernel: with `experts` of dsl, serve them with the kernels of this name from the dispatch table; layers
             that these do not serve are vLLM's. By default each layer gets the best kernel that serves.
         shared_experts: whose kernels serve shared experts of layers whose routed ones dsl serves: dsl's compute them
-            with the routed ones; `measured` is vLLM's, because neither was measured.
+            with the routed ones; `measured` is vLLM's, because dsl's were not faster (H200).
         projections: whose kernels serve linear layers without an activation, and the logits', for up to 64 rows; those
             that dsl cannot serve, and more rows, are vLLM's. `measured` is dsl's for the rows of the tuning records,
             and on an SM90 for up to 16 rows of sizes without a record.
@@ -44,13 +45,13 @@ class Options(BaseModel):
         scaled_linears_kernel: serve them with the kernels of this name from the dispatch table; layers that these do
             not serve are vLLM's. By default each layer gets the best kernel that serves.
         weight_only_linears: whose kernels serve linear layers with weights of 4 or 8 bits and 16-bit inputs (GPTQ, AWQ,
-            compressed-tensors); those that dsl cannot serve are vLLM's. `measured` is vLLM's, because dsl's were not
-            measured with more than 64 rows.
+            compressed-tensors); those that dsl cannot serve are vLLM's. `measured` is vLLM's, because dsl's take longer
+            with many rows (H200).
         norms: whose kernels serve RMSNorm of hidden states, with the residual in front of it; `measured` is dsl's on an
             SM90. In quantised models `dsl` serves those alone that it can have quantise for one of dsl's projections
             (`scaled_linears`), and `measured` none.
-        rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch; as norms,
-            but `measured` is vLLM's for MLA.
+        rope: whose kernel normalises and rotates queries and keys, and writes keys and values, in one launch;
+            `measured` is dsl's on an SM90.
         logprobs: whose kernels find the likeliest tokens of raw logits, and the ranks of the drawn ones; `measured` is
             vLLM's, because none was measured to be faster.
         launches_by_lengths: a step with prompts chooses its launches by the lengths of each request, and not by the
@@ -86,14 +87,20 @@ class Options(BaseModel):
     def _known(cls, name: str | None) -> str | None:
         return one_of(name, (entry.name for entries in dispatch.TABLE.values() for entry in entries))
 
-    @model_validator(mode="after")
-    def _queries_of_a_kernel(self) -> "Options":
-        if self.fp8_queries and self.attention_kernel != dispatch.FP8_PRODUCTS:
+    def quantises_queries(self, kv: KVFormat) -> bool:
+        """Whether vLLM quantises the queries of a layer with such a cache.
+
+        Raises:
+            ValueError: the cache is e4m3, and the layer's kernel is not `cute-fp8`: it would convert them to 16 bits.
+        """
+        if not self.fp8_queries or not (kv == E4M3 or kv.nvfp4):
+            return False
+        if kv == E4M3 and self.attention_kernel != dispatch.FP8_PRODUCTS:
             raise ValueError(
-                f"fp8_queries is true and attention_kernel {self.attention_kernel!r}: quantised queries are those of "
-                f"{dispatch.FP8_PRODUCTS!r}"
+                f"fp8_queries is true and attention_kernel {self.attention_kernel!r}: quantised queries over a "
+                f"cache of {E4M3.name} are those of {dispatch.FP8_PRODUCTS!r}"
             )
-        return self
+        return True
 
     @field_validator("experts_kernel")
     @classmethod

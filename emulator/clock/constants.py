@@ -48,6 +48,7 @@ OF_LAUNCHES = (
     "launch_us",
     "overlapped_us",
     "dependent_us",
+    "l2_halves",
     "matrix_clock",
     "hbm_terabytes",
     "hbm_efficiency",

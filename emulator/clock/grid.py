@@ -2,7 +2,7 @@
 """From clusters to a launch: how many fit on the SMs at the same time, which ones are simulated, what that comes to."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,9 @@ from emulator.host.launch import Launch
 
 SHARED_OF_SM = 228 * 1024
 RESERVED = 1024  # of each CTA
-THREADS, CTAS, REGISTERS = 2048, 32, 64 * 1024
+THREADS, CTAS, WARP = 2048, 32, 32
+# An SM's registers: each warp has its own in one partition, by so many.
+PARTITIONS, OF_PARTITION, REGISTER_UNIT = 4, 16 * 1024, 256
 ALIKE = 0.02  # clusters whose instructions differ by no more are of one class
 MIDDLES = 3
 GOLDEN = (5**0.5 - 1) / 2
@@ -32,30 +34,37 @@ def chosen(clusters: int, count: int) -> tuple[int, ...]:
 
 
 class Footprint(NamedTuple):
-    """What a CTA takes of an SM; or an SM's own, of which CTAs take."""
+    """What a CTA takes of an SM.
 
-    threads: int
+    Attributes:
+        registers: of a warp.
+    """
+
+    warps: int
     shared: int
     registers: int
-    ctas: int = 1
 
     @classmethod
     def of(cls, launch: Launch, shared_bytes: int, registers: int) -> "Footprint":
-        warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32)
-        return cls(warps * 32, shared_bytes + RESERVED, max(1, -(-registers * 32 // 256) * 256 * warps))
+        """
+        Args:
+            registers: of a thread.
+        """
+        warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // WARP)
+        units = max(1, -(-registers * WARP // REGISTER_UNIT))
+        return cls(warps, shared_bytes + RESERVED, units * REGISTER_UNIT)
 
-    def fits(self, taken: "Footprint | None" = None, count: int = 0) -> int:
-        """So many of it fit on an SM, beside some others."""
-        free = [room - count * other for room, other in zip(WHOLE_SM, taken or self, strict=True)]
-        return max(0, min(room // each for room, each in zip(free, self, strict=True)))
-
-
-WHOLE_SM = Footprint(THREADS, SHARED_OF_SM, REGISTERS, CTAS)
-
-
-def occupancy(launch: Launch, shared_bytes: int, registers: int) -> int:
-    """CTAs that an SM runs at the same time."""
-    return max(1, Footprint.of(launch, shared_bytes, registers).fits())
+    def fits(self, taken: "Mapping[Footprint, int] | None" = None) -> int:
+        """So many of it fit on an SM, beside so many of some others."""
+        warps, shared, registers, ctas = THREADS // WARP, SHARED_OF_SM, OF_PARTITION, CTAS
+        for other, count in (taken or {}).items():
+            warps -= count * other.warps
+            shared -= count * other.shared
+            # The partition with most of the others' warps counts.
+            registers -= -(-count * other.warps // PARTITIONS) * other.registers
+            ctas -= count
+        warps = min(warps, PARTITIONS * (registers // self.registers))
+        return max(0, min(warps // self.warps, shared // self.shared, ctas))
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,14 @@ class Layout:
         groups: of SMs that run clusters: those that are used.
         slots: clusters that a group runs at the same time.
         members: CTAs of a cluster.
+        crowd: clusters of the group that has most, where they are not spread evenly.
     """
 
     clusters: int
     groups: int
     slots: int
     members: int
+    crowd: int = 0
 
     @classmethod
     def of(cls, launch: Launch, sms: int, slots: int) -> "Layout":
@@ -84,7 +95,12 @@ class Layout:
     @property
     def per_group(self) -> int:
         """Clusters of the group that has most."""
-        return -(-self.clusters // self.groups)
+        return max(self.crowd, -(-self.clusters // self.groups))
+
+    @property
+    def first_turn(self) -> int:
+        """Clusters that run at the same time."""
+        return min(self.clusters, self.groups * self.slots)
 
     @property
     def active(self) -> float:
@@ -105,19 +121,20 @@ def weights(clusters: int, count: int) -> list[int]:
     return found
 
 
-def at_work(layout: Layout, counts: Sequence[int]) -> float:
+def at_work(layout: Layout, counts: Sequence[int], active: float) -> float:
     """SMs at work, on average while those work that have most to do: a cluster with half of it is at work half as long.
 
     Only where each cluster has SMs for itself, as those of a persistent kernel: elsewhere the next cluster follows.
 
     Args:
         counts: instructions of the simulated clusters, each of which stands for its share of the grid.
+        active: SMs at work if all clusters have as much to do.
     """
     if layout.per_group > 1:
-        return layout.active
+        return active
     stands_for = weights(layout.clusters, len(counts))
     busy = sum(weight * count for weight, count in zip(stands_for, counts, strict=True)) / max(counts)
-    return layout.active * busy / layout.clusters
+    return active * busy / layout.clusters
 
 
 class Span(NamedTuple):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine of `schedule="clock"`: checks a launch as the others do, records it, and says how long it takes."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +14,7 @@ from emulator.clock.constants import ChipClock
 from emulator.clock.grid import Footprint, Layout, Span
 from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
 from emulator.clock.order import order_of
+from emulator.clock.places import Placed, Places
 from emulator.clock.registers import registers_of
 from emulator.clock.replay import ENGINES, Replayed, WarpData, reordered, replay
 from emulator.clock.spins import last_turns, releases_of, spins_of
@@ -71,6 +73,11 @@ class LaunchTime:
         complete: when it and all before it have ended.
         replayed: of the clusters that were simulated.
         before: the launch before it in the stream.
+        replays: of the stream.
+        footprint: of a CTA.
+        placed: where its first clusters went.
+        places: what is on the SMs when they have.
+        before_ends: the cycle in which it knows that the launch before has ended.
     """
 
     recorded: Recorded
@@ -83,6 +90,29 @@ class LaunchTime:
     complete: float
     replayed: Replayed
     before: "LaunchTime | None" = field(repr=False)
+    replays: "Replays" = field(repr=False)
+    footprint: Footprint
+    placed: Placed = field(repr=False)
+    places: Places = field(repr=False)
+    before_ends: int
+
+    def left(self) -> Places:
+        """What is on the SMs from the launch on, and when it leaves.
+
+        The SMs with fewest and with most of its clusters are replayed; those between them are taken to end between.
+        """
+        layout, counts = self.layout, sorted(set(self.placed.counts.values()))
+        ends = dict.fromkeys(counts, self.end)
+        if layout.clusters == layout.first_turn and counts[0] < counts[-1]:
+            fewest = replace(layout, crowd=counts[0], clusters=counts[0] * layout.groups)
+            taken = self.replays.taken(self.recorded, fewest, self.before_ends, active=layout.active)
+            first = min(self.end, self.begin + self.chip.microseconds(taken.cycles, taken.matrix))
+            each = (self.end - first) / (counts[-1] - counts[0])
+            ends = {count: first + (count - counts[0]) * each for count in counts}
+        places = self.places.copy()
+        spread = self.chip.microseconds(self.chip["l2_halves"])
+        places.leave(self.placed, self.footprint, layout.members, ends, spread)
+        return places
 
     @property
     def microseconds(self) -> float:
@@ -160,45 +190,32 @@ def time_of(
         shortest: waits from so many cycles on are kept for a timeline.
         before: the launch before it in the stream.
     """
-    launch, table = recorded.launch, table_of(recorded.program, chip)
-    layout = Layout.of(launch, chip.sms, grid.occupancy(launch, recorded.shared_bytes, registers_of(recorded.program)))
-    begin, before_ends = begun(recorded, chip, layout, before)
-    counts = recorded.instructions
-    alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
-    # CTAs that wait for others are timed one by one.
-    timed = _alike if alike and not spins_of(recorded.program) else _different
-    taken = timed(in_order(recorded, chip), table, chip, layout, shortest, before_ends)
-    matrix = float(taken.replayed.engines[ENGINES.index("tensor cores")]) / taken.replayed.cycles
-    released, end = (begin + chip.microseconds(cycles, matrix) for cycles in (taken.released, taken.cycles))
+    launch = recorded.launch
+    footprint = Footprint.of(launch, recorded.shared_bytes, registers_of(recorded.program))
+    even = Layout.of(launch, chip.sms, max(1, footprint.fits()))
+    eligible, places = start_of(launch, chip, before)
+    placed = places.place(footprint, even.first_turn, even.members, eligible)
+    layout = replace(even, crowd=placed.most)
+    # All of its first clusters are taken to begin when the last of them has found room.
+    begin = placed.last if before is not None and launch.programmatic else eligible
+    known = 0.0 if before is None or not launch.programmatic else before.end + chip["dependent_us"]
+    before_ends = max(0, round((known - begin) * chip.gigahertz * 1e3))
+    replays = Replays(chip) if before is None or before.chip is not chip else before.replays
+    taken = replays.taken(recorded, layout, before_ends, shortest)
+    released, end = (begin + chip.microseconds(cycles, taken.matrix) for cycles in (taken.released, taken.cycles))
     complete = end if before is None else max(end, before.complete)
-    return LaunchTime(recorded, chip, layout, taken.cycles, begin, released, end, complete, taken.replayed, before)
+    return LaunchTime(
+        recorded, chip, layout, taken.cycles, begin, released, end, complete, taken.replayed, before, replays,
+        footprint, placed, places, before_ends,
+    )  # fmt: skip
 
 
-def begun(recorded: Recorded, chip: ChipClock, layout: Layout, before: LaunchTime | None) -> tuple[float, int]:
-    """When a launch begins, and in which of its cycles it knows that the one before it has completed.
-
-    A programmatic one begins when the one before it lets it, if its first CTAs all find room beside that one's, and
-    else when that one ends.
-    """
-    start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * recorded.launch.programmatic)
-    if before is None or not recorded.launch.programmatic:
-        return start + (0.0 if before is None else before.complete), 0
-    begin = before.released + start
-    if not fits_beside(recorded, layout, before):
-        begin = max(begin, before.end)
-    known = before.end + chip["dependent_us"]
-    return begin, max(0, round((known - begin) * chip.gigahertz * 1e3))
-
-
-def fits_beside(recorded: Recorded, layout: Layout, before: LaunchTime) -> bool:
-    """Whether all CTAs of a launch that can start at the same time find room beside those of the one before."""
-    mine, other = (
-        Footprint.of(one.launch, one.shared_bytes, registers_of(one.program)) for one in (recorded, before.recorded)
-    )
-    taken, chip = before.layout, before.chip
-    used = min(chip.sms, taken.groups * taken.members)
-    room = used * mine.fits(other, min(taken.slots, taken.per_group)) + (chip.sms - used) * mine.fits()
-    return room >= layout.groups * layout.members * min(layout.slots, layout.per_group)
+def start_of(launch: Launch, chip: ChipClock, before: LaunchTime | None) -> tuple[float, Places]:
+    """When a launch may begin, and what is on the SMs: a programmatic one begins when the one before it lets it."""
+    start = max(0.0, chip["launch_us"] - chip["overlapped_us"] * launch.programmatic)
+    if before is None or not launch.programmatic:
+        return start + (0.0 if before is None else before.complete), Places(chip.sms, chip.microseconds(1))
+    return before.released + start, before.left()
 
 
 def in_order(recorded: Recorded, chip: ChipClock) -> Recorded:
@@ -226,13 +243,80 @@ class Taken:
     released: float
     replayed: Replayed
 
+    @property
+    def matrix(self) -> float:
+        """Part of the time in which the tensor cores are busy."""
+        return float(self.replayed.engines[ENGINES.index("tensor cores")]) / self.replayed.cycles
 
-def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int, before_ends: int) -> Taken:
+    def later(self, wait: int, cycles: int) -> "Taken":
+        """The same where the launch before ends so many cycles behind cycle `wait`, in which all warps wait for it."""
+        released = self.released + cycles * (self.released >= wait)
+        return Taken(self.cycles + cycles, released, self.replayed)
+
+
+class Replays:
+    """Of a stream's launches on a chip. Launches of one record that find the same are replayed once."""
+
+    def __init__(self, chip: ChipClock) -> None:
+        self.chip = chip
+        self._ordered: dict[int, tuple[Recorded, Recorded, Table]] = {}
+        self._kept: dict[tuple[int, Layout, float, int], Taken] = {}
+
+    def taken(
+        self,
+        recorded: Recorded,
+        layout: Layout,
+        before_ends: int,
+        shortest: int = 1 << 62,
+        *,
+        active: float | None = None,
+    ) -> Taken:
+        """What a launch takes.
+
+        Args:
+            before_ends: the cycle from which on a wait for the launch before returns.
+            shortest: waits from so many cycles on are kept for a timeline.
+            active: SMs at work; the layout's if not given.
+        """
+        if not before_ends or shortest < 1 << 62:
+            return self._replayed(recorded, layout, before_ends, shortest, active)
+        # Once all warps wait, it does not matter for how long.
+        long = math.ceil(self._replayed(recorded, layout, 0, shortest, active).cycles)
+        if before_ends <= long:
+            return self._replayed(recorded, layout, before_ends, shortest, active)
+        taken = self._replayed(recorded, layout, long, shortest, active)
+        return taken.later(long, before_ends - long) if taken.cycles > long else taken
+
+    def _replayed(
+        self, recorded: Recorded, layout: Layout, before_ends: int, shortest: int, active: float | None
+    ) -> Taken:
+        work = layout.active if active is None else active
+        key = (id(recorded), layout, work, before_ends)
+        if shortest == 1 << 62 and key in self._kept:
+            return self._kept[key]
+        if id(recorded) not in self._ordered:
+            ordered, table = in_order(recorded, self.chip), table_of(recorded.program, self.chip)
+            # The record itself is kept, so that no other one gets its id.
+            self._ordered[id(recorded)] = recorded, ordered, table
+        _, ordered, table = self._ordered[id(recorded)]
+        counts = recorded.instructions
+        alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
+        # CTAs that wait for others are timed one by one.
+        timed = _alike if alike and not spins_of(recorded.program) else _different
+        taken = timed(ordered, table, self.chip, layout, work, shortest, before_ends)
+        if shortest == 1 << 62:
+            self._kept[key] = taken
+        return taken
+
+
+def _alike(
+    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, active: float, shortest: int, before_ends: int
+) -> Taken:
     """The SMs that have most clusters; where these are many, the last ones are taken to go on as those before."""
     slots = min(layout.slots, layout.per_group)
     turns = min(layout.per_group, grid.SETTLED * slots)
     launches = [number % len(recorded.classes) for number in range(turns)]
-    constants = chip.of_replay(layout.active)
+    constants = chip.of_replay(active)
     replayed = replay(
         table, recorded.classes, launches, constants, recorded.missing, slots=slots, shortest=shortest,
         before_ends=before_ends,
@@ -249,14 +333,14 @@ def _alike(recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, sh
 
 
 def _different(
-    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, shortest: int, before_ends: int
+    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, active: float, shortest: int, before_ends: int
 ) -> Taken:
     """Each kind of cluster by itself, as many of it as run at the same time; then the grid.
 
     Clusters that wait for flags are replayed twice: a flag is set when the last cluster releases one that did not have
     to wait itself.
     """
-    constants = chip.of_replay(grid.at_work(layout, recorded.instructions))
+    constants = chip.of_replay(grid.at_work(layout, recorded.instructions, active))
     slots = min(layout.slots, layout.per_group)
     flags = [spin.load for spin in spins_of(recorded.program)]
     numbers = range(len(recorded.classes))

@@ -29,7 +29,7 @@ from emulator.clock.tables import (
 from emulator.core.program import Program
 from emulator.ptx.flow import graph
 
-WINDOW = 32  # instructions that one may pass on its way up
+WINDOW = 32  # instructions that one may pass on its way up, without those that the assembler makes none of
 WALLS = frozenset((BRANCH, EXIT, WGMMA, WGMMA_COMMIT, WGMMA_WAIT, TENSOR_WAIT))
 
 
@@ -62,17 +62,18 @@ def _scheduled(table: Table, start: int, stop: int) -> list[int]:
     """The instructions of a stretch in their new order."""
     needs, followers = _dependencies(table, start, stop)
     latency = table.instrs["latency"][start:stop].astype(int)
-    free = table.instrs["kind"][start:stop] == FREE
-    latency[free] = 0
+    is_free = table.instrs["kind"][start:stop] == FREE
+    latency[is_free] = 0
     units = table.instrs["unit"][start:stop].tolist()
-    busy = np.where(free | (table.instrs["unit"][start:stop] >= LSU), 0, table.instrs["busy"][start:stop]).tolist()
+    busy = np.where(is_free | (table.instrs["unit"][start:stop] >= LSU), 0, table.instrs["busy"][start:stop]).tolist()
+    free: list[bool] = is_free.tolist()
     unit_free = [0] * LSU
     height = _heights(followers, latency.tolist())
     left = [len(one) for one in needs]
     ready = [0] * (stop - start)
     waiting, order, now = list(range(stop - start)), [], 0
     while waiting:
-        able = [one for one in waiting[:WINDOW] if not left[one]]
+        able = [one for one in _window(waiting, free) if not left[one]]
         times = [max(ready[one], unit_free[units[one]]) if busy[one] else ready[one] for one in able]
         soon = [one for one, time in zip(able, times, strict=True) if time <= now]
         if not soon:
@@ -88,6 +89,16 @@ def _scheduled(table: Table, start: int, stop: int) -> list[int]:
             left[follower] -= 1
             ready[follower] = max(ready[follower], now - 1 + int(latency[best]) if delayed else now)
     return order
+
+
+def _window(waiting: list[int], free: list[bool]) -> list[int]:
+    """The first of those that wait, up to WINDOW that take a cycle."""
+    counted = 0
+    for place, one in enumerate(waiting):
+        counted += not free[one]
+        if counted > WINDOW:
+            return waiting[:place]
+    return waiting
 
 
 def _dependencies(table: Table, start: int, stop: int) -> tuple[list[set[int]], list[list[tuple[int, bool]]]]:

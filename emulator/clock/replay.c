@@ -8,7 +8,7 @@
 
 enum { SCHEDULERS = 4, NAMED = 16, MBARRIERS = 256, PHASES = 8, GROUPS = 64, OPERATIONS = 1024, MOST_WARPS = 64 };
 enum { OTHER_SM = -2 };  // in place of a region, as notes.py has it
-enum Block { RUNS, ON_BAR, ON_CLUSTER, ON_MBARRIER, ON_WGMMA, ENDED };
+enum Block { RUNS, ON_BAR, ON_CLUSTER, BEFORE_CLUSTER, ON_MBARRIER, ON_WGMMA, ENDED };
 // Each operand is evaluated once.
 #define MAX(a, b) ({ __typeof__(a) x_ = (a); __typeof__(b) y_ = (b); x_ > y_ ? x_ : y_; })
 #define MIN(a, b) ({ __typeof__(a) x_ = (a); __typeof__(b) y_ = (b); x_ < y_ ? x_ : y_; })
@@ -48,6 +48,7 @@ struct Warp {
     u8 *by;  // and what it waits for until then
     u64 order;
     u64 target;  // of the barrier that it is blocked on
+    u64 round;  // of the cluster's barrier, at which it arrived last
     MBarrier *barrier;
     Groups bulk, copies;
     u64 group_ends[GROUPS], groups, matrix_issued;
@@ -283,25 +284,44 @@ static void cta_barrier(Sim *s, Warp *w, const Event *e, u64 t) {
         settle(s, w, t + 1, ISSUED);
 }
 
-static void cluster_barrier(Sim *s, Warp *w, const Event *e, u64 t) {
+static void arrive_at_cluster(Sim *s, Warp *w, u64 t) {
     Cluster *c = w->cta->cluster;
-    if (!e->a) {
-        c->barrier.arrived++;
-        c->barrier.when = MAX(c->barrier.when, t);
-        w->target = c->round + 1;
-        if (c->barrier.arrived >= c->live) {
-            c->round++;
-            u64 done = c->round_done[c->round % PHASES] = c->barrier.when + (u64)constant(s, C_CLUSTER_BARRIER);
-            c->barrier = (Barrier){0, 0};
-            for (u32 rank = 0; rank < s->p->members; rank++)
-                EACH_WARP(&c->ctas[rank], other)
-                    if (other->block == ON_CLUSTER && other->target <= c->round) wake(s, other, done);
+    w->round = c->round + 1;
+    c->barrier.arrived++;
+    c->barrier.when = MAX(c->barrier.when, t);
+    if (c->barrier.arrived < c->live) return;
+    c->round++;
+    u64 done = c->round_done[c->round % PHASES] = c->barrier.when + (u64)constant(s, C_CLUSTER_BARRIER);
+    c->barrier = (Barrier){0, 0};
+    for (u32 rank = 0; rank < s->p->members; rank++)
+        EACH_WARP(&c->ctas[rank], other) {
+            if (other->block == BEFORE_CLUSTER) {
+                other->block = RUNS;
+                arrive_at_cluster(s, other, done);
+                wake(s, other, done + 1);
+            } else if (other->block == ON_CLUSTER)
+                wake(s, other, done);
         }
-        settle(s, w, t + 1, s->p->instrs[e->index].fences ? GLOBAL_LOAD : ISSUED);
-    } else if (c->round >= w->target)
-        settle(s, w, MAX(t + 1, c->round_done[w->target % PHASES]), CLUSTER_BARRIER);
-    else
-        block(w, ON_CLUSTER, CLUSTER_BARRIER);
+}
+
+// A warp that arrives again before it has waited, waits first, as it does on the emulator: FlashAttention-4's latent
+// kernel arrives twice in front of two waits. By a mere count a round could end without its slowest warp, the one that
+// initialises mbarriers.
+static void cluster_barrier(Sim *s, Warp *w, const Event *e, u64 t) {
+    const Cluster *c = w->cta->cluster;
+    const int waits = e->a != 0;
+    if (c->round < w->round) {
+        block(w, waits ? ON_CLUSTER : BEFORE_CLUSTER, CLUSTER_BARRIER);
+        return;
+    }
+    u64 done = c->round_done[w->round % PHASES];
+    if (waits) {
+        settle(s, w, MAX(t + 1, done), CLUSTER_BARRIER);
+        return;
+    }
+    u64 from = MAX(t, done);
+    arrive_at_cluster(s, w, from);
+    settle(s, w, from + 1, s->p->instrs[e->index].fences ? GLOBAL_LOAD : ISSUED);
 }
 
 // Asynchronous work.
@@ -516,13 +536,14 @@ static int issue(Sim *s, Scheduler *q, Warp *w, u64 t) {
             return 0;
         }
     }
+    u64 *stalls = s->p->stalls + ((u64)(w->cta->rank * s->p->warps + w->number) * s->p->instr_count + index) * REASONS;
     if (t > w->since) {
-        u32 row = w->cta->rank * s->p->warps + w->number;
-        u8 why = t > w->ready ? NOT_PICKED : w->reason;
-        s->p->stalls[((u64)row * s->p->instr_count + index) * REASONS + why] += t - w->since;
-        segment(s, w->cta, w->number, w->since, t, why, NO_ENGINE, index);
+        u64 ready = MAX(w->ready, w->since);
+        stalls[w->reason] += ready - w->since;
+        stalls[NOT_PICKED] += t - ready;
+        segment(s, w->cta, w->number, w->since, t, t - ready > ready - w->since ? NOT_PICKED : w->reason, NO_ENGINE, index);
     }
-    s->p->stalls[((u64)(w->cta->rank * s->p->warps + w->number) * s->p->instr_count + index) * REASONS + ISSUED]++;
+    stalls[ISSUED]++;
     w->since = t + 1;
     w->at++;
     if (w->cta->rank == 0) s->p->engines[ISSUE] += 1.0 / SCHEDULERS;
@@ -584,6 +605,7 @@ static void start_cluster(Sim *s, Cluster *cluster, u64 when) {
     cluster->holding = p->members;
     cluster->barrier = (Barrier){0, 0};
     cluster->round = 0;
+    memset(cluster->round_done, 0, sizeof cluster->round_done);
     s->live++;
     for (u32 rank = 0; rank < p->members; rank++) {
         Cta *cta = cluster->ctas + rank;

@@ -152,7 +152,8 @@ def _latency(kind: Class, instr: Instr, chip: ChipClock) -> tuple[int, int]:
     if kind in (Class.SHARED, Class.MATRIX, Class.LOCAL):
         return int(chip["shared_latency"]), SHARED_LOAD
     if kind in (Class.GLOBAL, Class.ATOMIC):
-        return int(chip["alu_latency"]), GLOBAL_LOAD
+        # The least: the replay knows when data come. The order of instructions needs it, which puts loads first.
+        return int(chip["l2_latency"]), GLOBAL_LOAD
     if kind is Class.MMA_SYNC:
         return int(chip["mma_latency"]), ARITHMETIC
     return int(chip["alu_latency"]), ARITHMETIC

@@ -3,7 +3,10 @@
 
 from dataclasses import dataclass, field
 
-from emulator.machine.clocks import Clock, Components, Knowledge, Source
+import numpy as np
+
+from emulator.machine.clocks import Clock, Components, Knowledge, Source, Vector
+from emulator.machine.phase_order import PhaseOrder
 
 MAX_COUNT = (1 << 20) - 1  # of arrivals and, in absolute value, of outstanding bytes
 
@@ -25,6 +28,7 @@ class MBarrier:
         made: stamp of the initialisation.
         announced: fence.mbarrier_init followed that.
         bytes_in: the latest phase in which bytes were completed.
+        order: which waits its phases come after.
         bytes_by: the one warp whose instructions completed all of those; None: asynchronous work, or several warps.
     """
 
@@ -35,6 +39,7 @@ class MBarrier:
     bytes: int = 0
     phase: int = 1
     component: int = field(init=False)
+    order: PhaseOrder = field(init=False)
     made: tuple[int, int] = (0, 0)
     announced: bool = False
     bytes_in: int = 0
@@ -45,6 +50,7 @@ class MBarrier:
             raise BarrierMisuse(f"{self.name} initialised for {self.expected} arrivals: 1 to {MAX_COUNT} are possible")
         self.pending = self.expected
         self.component = self.components.new(Source.MBARRIER, self.name)
+        self.order = PhaseOrder(self.name, self.components, self.component)
         self._gathering = Knowledge.none(self.components)
         self.released = Knowledge.none(self.components)
 
@@ -58,10 +64,17 @@ class MBarrier:
         if abs(self.bytes) > MAX_COUNT:
             raise BarrierMisuse(f"{self}: a transaction count is at most {MAX_COUNT}")
 
-    def arrive(self, clock: Clock | None, count: int = 1) -> int:
-        """Arrive `count` times, releasing what `clock` knows; returns the phase that was arrived at."""
+    def arrive(self, clock: Clock | None, after: Vector, count: int = 1, *, engine: bool = False) -> int:
+        """Arrive `count` times; returns the phase that was arrived at.
+
+        Args:
+            clock: what it knows is released; None for an arrival that releases nothing.
+            after: the history of who arrives, or of who issued what an engine arrives for.
+            engine: it is an engine's arrival, some time behind `after`.
+        """
         if not 1 <= count <= self.pending:
             raise BarrierMisuse(f"{self}: {count} more arrivals")
+        self.order.arrive(after, engine=engine)
         if clock is not None:
             clock.release(self._gathering)
         phase = self.phase
@@ -77,13 +90,15 @@ class MBarrier:
         """Whoever waits for the current phase knows what an asynchronous arrival comes after."""
         self._gathering.join(knowledge)
 
-    def complete_bytes(self, count: int, by: object = None) -> int:
+    def complete_bytes(self, count: int, after: Vector, by: object = None) -> int:
         """complete_tx: asynchronous work of `count` bytes is done; returns the phase that it belongs to.
 
         Args:
-            by: the warp whose instruction says so.
+            after: the history of who issued the work, or of the warp that says so.
+            by: the warp whose instruction says so; None for an engine, some time behind `after`.
         """
         phase = self.phase
+        self.order.arrive(after, engine=by is None)
         self.bytes_by = by if self.bytes_in < phase or self.bytes_by is by else None
         self.bytes_in = phase
         self.bytes -= count
@@ -97,6 +112,7 @@ class MBarrier:
             return
         self.released.join(self._gathering)
         self.released.learn(self.component, self.phase)
+        self.order.complete(self.phase)
         self.phase += 1
         self.pending = self.expected
 
@@ -139,6 +155,7 @@ class NamedBarrier:
     def __post_init__(self) -> None:
         self._gathering = Knowledge.none(self.components)
         self.released = Knowledge.none(self.components)
+        self._gathered = self.history = self.components.zeros()
 
     def __str__(self) -> str:
         return f"{self.name}: round {self.round}, {self.arrived} of {self.threads or '?'} threads arrived"
@@ -163,6 +180,10 @@ class NamedBarrier:
         self._complete()
         return target
 
+    def follow(self, history: Vector) -> None:
+        """The current round ends after that."""
+        self._gathered = np.maximum(self._gathered, history)
+
     def hand(self, knowledge: Knowledge) -> None:
         """Release what was known at a fence: a relaxed arrival behind it."""
         self._gathering.join(knowledge)
@@ -175,6 +196,6 @@ class NamedBarrier:
 
     def _complete(self) -> None:
         if self.threads and self.arrived >= self.threads:
-            self.released = self._gathering
+            self.released, self.history = self._gathering, self._gathered
             self._gathering = Knowledge.none(self.components)
             self.round, self.threads, self.arrived = self.round + 1, 0, 0

@@ -138,6 +138,8 @@ class Clock:
         component: its own.
         admitted: accesses to tensor memory that are ordered before its next one by its own waits, and by the fences
             of both sides where others made them.
+        history: what came before its next instruction, whatever memory order says: of warps their waits and arrivals at
+            mbarriers by number, of mbarriers their phases.
         before_tick: called while the present clock is still that of accesses; only some warps have any, at times.
     """
 
@@ -146,11 +148,13 @@ class Clock:
     knows: Knowledge = field(init=False)
     admitted: Vector = field(init=False)
     now: int = 1
+    history: Vector = field(init=False)
     before_tick: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.knows = Knowledge.none(self.components)
         self.admitted = self.components.zeros()
+        self.history = self.components.zeros()
         self.knows.seen[self.component] = self.now
 
     @property
@@ -164,6 +168,15 @@ class Clock:
             call()
         self.now += 1
         self.knows.seen[self.component] = self.now
+
+    def count_event(self) -> int:
+        """One more wait or arrival at an mbarrier; returns its number."""
+        self.history[self.component] += 1
+        return int(self.history[self.component])
+
+    def follow(self, history: Vector) -> None:
+        """What comes next comes after that, too."""
+        np.maximum(self.history, history, out=self.history)
 
     def release(self, into: Knowledge) -> None:
         """Hand everything that happened so far to whoever acquires from `into`; later events have a later clock."""

@@ -21,6 +21,7 @@ class Kind(enum.Enum):
     MATRIX_ORDER = "missing wgmma fence or wait"
     ALIGNED = "threads or warps of an aligned instruction disagree"
     BARRIER = "barrier misused"
+    PHASE = "wait that may be for another phase"
     DEADLOCK = "deadlock"
     TENSOR_MEMORY = "tensor memory misused"
     TENSOR_ISSUE = "tcgen05 instruction misused"

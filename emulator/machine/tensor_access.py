@@ -68,6 +68,7 @@ class Work:
         latest: number of a load's latest operation, by the load.
         uses: the warp's clock when something first used what an operation loads, by its number.
         lanes: last operation of each lane that has issued any since the last commit.
+        ended: of mbarriers, the latest phase that a commit of the warp has ended alone, by their components.
     """
 
     component: int
@@ -81,6 +82,7 @@ class Work:
     uses: dict[int, int] = field(default_factory=dict)
     moved: dict[int, int] = field(default_factory=dict)
     lanes: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ It takes a process of its own, in which Triton does not interpret: both are deci
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,7 @@ from dsl_backend.testing.mla_rope_writes import EPS, MLARopeCase
 from dsl_backend.testing.rope_writes import RopeCase
 from tests.gpu_stand_in import gpu
 
+BYTE_LOAD = re.compile(r"ld\.global\S*b8 ")
 ARCHS = tuple(arch.name for arch in registry.ARCHS if arch.triton_tested)
 # Launches both kernels of a plan: the second request is short enough for the decode kernel, whose tile is then as large
 # as it gets. Decode steps get the smallest tile.
@@ -68,6 +70,7 @@ ATTENTION: tuple[Case, ...] = (
         why="converted queries and outputs; bytes where e4m3 has no instruction; scales of each request",
     ),
     Case(id="nvfp4", dim=128, nvfp4=True, **MIXED, why="elements of 4 bits and scales of blocks"),
+    Case(id="nvfp4-outputs", dim=80, nvfp4_out=True, **MIXED, why="blocks of outputs, in two parts of a row"),
     Case(id="nvfp4-step", dim=128, nvfp4=True, **STEP, why="the same at a decode step"),
     Case(id="fp8-80", dim=80, fp8=True, **MIXED, why="a padded fp8 block"),
     mla(16, id="mla-16", q_lens=(1, 1), kv_lens=(64, 70), why="DeepSeek-V2-Lite's heads"),
@@ -107,6 +110,7 @@ class Compiled:
         shared, predicted: bytes of shared memory of a program, as compiled and as its configuration says.
         programs: that must be resident on an SM side by side.
         tensor_columns: of tensor memory.
+        byte_loads: instructions that load single bytes.
         seconds: of compilation; nearly none where Triton's cache had it.
         error: why the case does not compile; empty where it does.
     """
@@ -117,6 +121,7 @@ class Compiled:
     predicted: int | None = None
     programs: int = 1
     tensor_columns: int = 0
+    byte_loads: int = 0
     seconds: float = 0.0
     error: str = ""
 
@@ -152,6 +157,7 @@ def attention(case: Case, target: Target) -> Iterator[Compiled]:
                 predicted=tile["predicted"] if attends else None,
                 programs=tile["programs"] if attends else 1,
                 tensor_columns=getattr(kernel.metadata, "tmem_size", 0) or 0,
+                byte_loads=len(BYTE_LOAD.findall(kernel.asm["ptx"])),
                 seconds=seconds,
             )
 

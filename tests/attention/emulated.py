@@ -101,7 +101,7 @@ def numbered(cases: Sequence[Case], quick: Collection[str]) -> pytest.MarkDecora
 def served(case: Case) -> bool:
     """Whether the dense kernels of every SM are meant for a case, and the emulator for its size."""
     spec = case.spec
-    return not (spec.mla or spec.kv.nvfp4 or case.tier == "gpu")
+    return not (spec.mla or spec.kv.nvfp4 or spec.is_nvfp4_out or case.tier == "gpu")
 
 
 SERVED = [case for case in CASES if served(case) and not case.fp8]

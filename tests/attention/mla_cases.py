@@ -45,7 +45,7 @@ def launched(
     """A problem's results, and what the emulator counted; any finding or warning raises."""
     result = check.empty_result(problem)
     q, q_rope = problem.split_q if split_q else (problem.q, None)
-    scales = (problem.k_scale, problem.v_scale)
+    scales = (problem.k_scale, problem.v_scale, problem.q_scale)
     operands = Operands(q, q_rope, problem.keys, problem.values, result.out, result.lse, problem.sinks, None, *scales)
     with emulator.device(arch=arch, sms=sms, schedule=schedule, seed=seed, strict=True) as machine:
         kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
@@ -105,6 +105,8 @@ WHOLE_320 = replace(by_id("mla-320"), kv_lens=(350, 70), split_q=True)
 FP8_RAGGED = replace(RAGGED, id="fp8-ragged", kv_lens=(420, 33, 0, 130, 20), fp8=True)
 FP8 = (
     *(Run(by_id("mla-fp8"), schedule) for schedule in SCHEDULES),
+    *(Run(by_id("mla-fp8-queries"), schedule) for schedule in SCHEDULES[:2]),
+    Run(replace(by_id("mla-fp8-queries"), id="mla-fp8-queries-in-one", split_q=False), SCHEDULES[2]),
     *(Run(FP8_RAGGED, schedule) for schedule in SCHEDULES),
     Run(replace(WHOLE_320, id="fp8-320", fp8=True), "eager", False),
     Run(replace(by_id("mla-288"), id="fp8-288", fp8=True, dtype=FP16), "lazy"),

@@ -20,6 +20,8 @@ from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import FULL, Case, mla
+from dsl_backend.testing.check import Result
+from dsl_backend.testing.inputs import Problem
 
 SM90, SM100 = "sm_90a", "sm_100a"
 
@@ -34,22 +36,36 @@ class Spoiled(Workspace):
         return super().integers(count).fill_(-1)
 
 
-def call(kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case) -> Callable[[], bool]:
-    """A call of a kernel that says whether its results are right."""
+Judge = Callable[[Result, Problem], None]  # raises AssertionError where a result is wrong
+
+
+def exact(problem: Problem) -> Judge:
+    """Against the exact result, within the budget of 16 bits."""
+    expected, magnitude = problem.expected(), problem.score_magnitude()
+    return lambda result, _: check.judge(result, expected, magnitude)
+
+
+def call(
+    kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case, judge: Judge | None = None
+) -> Callable[[], bool]:
+    """A call of a kernel that says whether its results are right; judged as `exact` says if not otherwise."""
     problem, workspace = of.problem(), Spoiled(torch.device("cpu"))
     target = replace(from_arch(arch), sm_count=sms)
     kernel = kernel_type(problem.spec, target, workspace, config)
     assert not config.objections(problem.spec, target.smem_bytes)
-    expected, magnitude = problem.expected(), problem.score_magnitude()
+    scales = problem.k_scale, problem.v_scale, problem.q_scale
+    if judge is None:
+        judge = exact(problem)
 
     def run() -> bool:
         # A mutant that was stopped in the middle of a launch leaves them as they were there.
         workspace.reset()
         result = check.empty_result(problem)
-        operands = Operands(problem.q, None, problem.keys, problem.values, result.out, result.lse, *[None] * 4)
+        given = problem.q, None, problem.keys, problem.values, result.out, result.lse
+        operands = Operands(*given, None, None, *scales)
         kernel.bind(problem.batch, 0, problem.batch.max_query_len)(operands)
         try:
-            check.judge(result, expected, magnitude)
+            judge(result, problem)
         except AssertionError:
             return False
         return not workspace.flags(0).any()
@@ -58,14 +74,20 @@ def call(kernel_type: type[Any], config: Any, arch: str, sms: int, of: Case) -> 
 
 
 def subject(
-    name: str, kernel_type: type[Any], config: Any, of: Sequence[Case], arch: str = SM100, sms: int = 1
+    name: str,
+    kernel_type: type[Any],
+    config: Any,
+    of: Sequence[Case],
+    arch: str = SM100,
+    sms: int = 1,
+    judge: Judge | None = None,
 ) -> Kernel:
     """A kernel, called on several problems; the calls are built at the first one."""
     calls: list[Callable[[], bool]] = []
 
     def run() -> bool:
         if not calls:
-            calls.extend(call(kernel_type, config, arch, sms, one) for one in of)
+            calls.extend(call(kernel_type, config, arch, sms, one, judge) for one in of)
         return all(one() for one in calls)
 
     return Kernel(name, arch, run, sms=sms, most=2, by_instruction=True)

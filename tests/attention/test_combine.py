@@ -31,7 +31,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import emulate, scratch
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 TILE = 16  # keys
 

@@ -24,7 +24,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import SCHEDULES, emulate, scratch
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, spoilt
 
 # Five key tiles pass through two fp8 stages.
 CASE = Case(q_lens=(20,), kv_lens=(150,), heads=(1, 1), dim=128, page=16, fp8=True)

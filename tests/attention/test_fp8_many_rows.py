@@ -41,11 +41,11 @@ from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 from emulator.errors import EmulatorError
 from tests.attention import test_sm90_fp8, test_sm100_fp8
 from tests.attention.emulated import SCHEDULES, SMS, scratch
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 NAME = dispatch.FP8_PRODUCTS
 ARCHS = ("sm_90a", "sm_100a")
-WHOLE = 1 << 14  # key tiles: no range is split
+WHOLE = 1 << 14  # key tiles: no range is split where partial results are larger than a CTA's key tiles
 RAGGED = Case(
     id="ragged",
     q_lens=(8, 1, 0, 5, 0),
@@ -104,6 +104,16 @@ CASES = (
     Case(id="nan", q_lens=(5, 8), kv_lens=(70, 60), heads=(16, 1), dim=64, fp8=True, nan_request=0, why="a NaN stays"),
     Case(id="large-scores", q_lens=(8,), kv_lens=(300,), heads=(16, 1), dim=64, scale=2.0, fp8=True, why="O rescaled"),
     replace(RAGGED, id="fp8-outputs", fp8_out=True, why="outputs of 8 bits"),
+    Case(
+        id="longer-queries",
+        q_lens=(40, 3, 0, 20),
+        kv_lens=(200, 30, 9, 20),
+        heads=(8, 2),
+        dim=64,
+        page=32,
+        fp8=True,
+        why="row tiles of 32 tokens, of a prompt two; keys above the diagonal are left out",
+    ),
 )
 
 
@@ -183,7 +193,8 @@ def emulate(arch: str, case: Case, index: int) -> None:
     """Whole ranges of keys, whose arithmetic is known."""
     sm, problem = Sm(arch), case.problem()
     config = sm.config(index, dim=case.spec.head_dim)
-    result, _ = sm.run(problem, config, index)
+    result, kernel = sm.run(problem, config, index)
+    assert not split_tiles(kernel)
     fp8_attention.judge(result, problem, sm.arithmetic(config))
 
 
@@ -262,7 +273,7 @@ def test_equal_scores_are_exact(arch: str) -> None:
 
 # ------------------------------------------------------------------ random problems
 
-LAYERS, TURNS, SEED, SPECS = 10, 3, 20261127, 10_000
+LAYERS, TURNS, SEED, SPECS = 10, 6, 20261127, 10_000
 SIZES = replace(fuzz.TINY, kv=400, q=16, requests=4, heads_kv=(1, 2))
 GROUPS = (8, 16, 24, 5, 96)
 
@@ -305,7 +316,10 @@ def test_random_problems_of_a_layer(arch: str, layer: int) -> None:
         problem, small = case.problem(), sm.config(layer, dim=case.spec.head_dim)
         default = replace(sm.many_rows(case.spec), min_split_tiles=WHOLE)
         config = small if layer % 2 == 0 and not small.objections(case.spec, 228 << 10) else default
-        result, _ = sm.run(problem, config, layer + turn)
+        result, kernel = sm.run(problem, config, layer + turn)
+        if split_tiles(kernel):
+            # Of few rows: partial results are small, and `min_split_tiles` does not hold.
+            result, _ = sm.run(problem, config, layer + turn, sms=1)
         fp8_attention.judge(result, problem, sm.arithmetic(config))
 
 
@@ -386,6 +400,24 @@ def test_the_plan_of_a_batch(
     monkeypatch.setattr(host.LayerKernel, "bind", bind)
     planner.plan(batch_of(q_lens, known))
     assert bound == expected
+
+
+@pytest.mark.parametrize("known", [True, False], ids=("lengths", "bounds"))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_few_tokens_behind_many_keys_are_packed(arch: str, known: bool) -> None:
+    """By the kernel of many rows, though 32 tokens are no short query; short ones beside them keep their kernels."""
+    planner, keys = planner_of(arch, 8), 8192
+
+    def parts(*q_lens: int) -> list[tuple[bool, int]]:
+        batch, lengths = batch_of(q_lens, known), [keys] * len(q_lens)
+        found = HostLengths(np.array(q_lens), np.array(lengths)) if known else None
+        plan = planner.plan(replace(batch, max_seq_len=keys, host_lengths=found))
+        return [(one.kernel is planner.long[2].extend, one.min_seqlen_q) for one in plan.parts]
+
+    assert parts(*[32] * 64)[0] == (True, 0 if known else 17)
+    assert parts(*[32] * 64, 1) == [(True, 17), (False, 0)], "the short one has products in 16 bits"
+    assert parts(*[500] * 64)[0][0] is False, "tiles of one head are full"
+    assert type(planner.long[2].extend).__name__ == "Fp8SplitKV"
 
 
 @pytest.mark.parametrize("arch", ARCHS)

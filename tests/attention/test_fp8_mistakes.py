@@ -25,8 +25,8 @@ from dsl_backend.testing.cases import Case
 from dsl_backend.testing.inputs import Surroundings
 from emulator.errors import EmulatorError
 from tests.attention.emulated import SCHEDULES, scratch
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 from tests.attention.test_sm90_fp8 import NAME, arithmetic_of
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 # Tiles of 32 keys go around rings of two stages; maxima move, sums of two tiles are promoted, and memory that no query
 # sees is NaN.

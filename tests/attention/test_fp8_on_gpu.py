@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.cute.sizes import SHORT_QUERY
 from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill, Fp8SplitKV
@@ -21,24 +22,16 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing import check, fp8_attention, fuzz
 from dsl_backend.testing.cases import Case
-from dsl_backend.testing.check import Result
-from dsl_backend.testing.fp8_attention import Arithmetic
-from dsl_backend.testing.inputs import Problem
-from dsl_backend.testing.numerics import assert_same_non_finite
-from tests.attention.test_fp8_many_rows import GROUPS, WHOLE
+from tests.attention.test_fp8_many_rows import GROUPS, split_tiles
 from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART as MLA_FLIPPED_PART
-from tests.attention.test_mla_sm90_fp8 import SPLIT_ERROR, SPLIT_LSE_ERROR
 from tests.attention.test_mla_sm90_fp8 import arithmetic_of as mla_arithmetic_of
+from tests.attention.test_mla_sm90_fp8 import judge_splits
 from tests.attention.test_sm90_fp8 import DIMS, arithmetic_of
 
 LAYERS, TURNS, SEED = 12, 42, 20261127
 PROBLEMS = LAYERS * TURNS  # of a family
 SIZES = replace(fuzz.REAL, kv=2500, q=600, requests=6, heads_kv=(1, 2, 4), heads_mla=(8, 16, 32, 128), scores=1.5e6)
 NAME = dispatch.FP8_PRODUCTS
-# Rows of split keys that one key dominates: its P is rounded by up to 2^-4, with one row_max in the kernel and another
-# in the arithmetic. Of 504 problems on an H200 four had a row that was off by 0.141 to 0.156: scores may be in doubt
-# there too, see `fp8_attention.Online`.
-SPLIT_MOST, SPLIT_LSE_MOST = 0.25, 0.14
 
 
 def drawn(family: str, layer: int, turn: int) -> Case:
@@ -47,9 +40,11 @@ def drawn(family: str, layer: int, turn: int) -> Case:
     sizes = replace(SIZES, q=SHORT_QUERY) if many else SIZES
     case = fuzz.problem("prefill" if many else family, SEED, layer + turn * LAYERS, sizes, LAYERS)
     assert isinstance(case, Case)
-    case = replace(case, fp8=True, fp8_dtype=torch.float8_e4m3fn, batch_invariant=False, programs=None, tile=None)
+    # Outputs in NVFP4 are SM100's.
+    case = replace(case, nvfp4_out=False, fp8=True, fp8_dtype=torch.float8_e4m3fn)
+    case = replace(case, batch_invariant=False, programs=None, tile=None)
     if family == "mla":
-        return case
+        return replace(case, fp8_q=True, q_gain=1.0) if layer % 3 == 1 else case
     dim, dim_v = DIMS[layer % len(DIMS)]
     if many:
         heads_kv = case.heads[1]
@@ -89,40 +84,25 @@ def check_mla(case: Case, turn: int, device: torch.device) -> None:
 
 
 def check_many_rows(case: Case, turn: int, device: torch.device) -> None:
-    """The same of short queries of many rows."""
-    problem, config = case.problem(device), many_rows_config(case.spec)
+    """The same of short queries of many rows: in every second problem one CTA has all keys of all rows.
+
+    `min_split_tiles` alone does not keep keys whole: a split may be shorter than that where partial results are small.
+    """
+    problem, config, target = case.problem(device), many_rows_config(case.spec), targets.detect(device)
     assert config is not None
-    config = replace(config, min_split_tiles=WHOLE) if turn % 2 else config
+    made: list[Fp8SplitKV] = []
 
     def adjust(planner: Planner) -> None:
-        kernel = Fp8SplitKV(planner.spec, planner.target, planner.workspace, config)
-        planner.short = planner.long = (*planner.short[:2], kernel)
+        made.append(Fp8SplitKV(planner.spec, planner.target, planner.workspace, config))
+        planner.short = planner.long = (*planner.short[:2], made[0])
 
-    result = check.run(problem, NAME, adjust=adjust)
+    result = check.run(problem, NAME, adjust=adjust, target=replace(target, sm_count=1) if turn % 2 else target)
     if turn % 2:
+        if any(case.q_lens):  # else the kernel writes no ranges
+            assert not split_tiles(made[0]), "one CTA has all keys"
         fp8_attention.judge(result, problem, arithmetic_of(config))
     else:
         judge_splits(result, problem, arithmetic_of(config))
-
-
-def judge_splits(result: Result, problem: Problem, arithmetic: Arithmetic) -> None:
-    """As far from whole ranges as P's errors in each split explain."""
-    mine, expected = problem.owned(), fp8_attention.attention(problem, arithmetic)
-    out, exact = result.out[mine].double(), expected.out[mine]
-    lse, exact_lse = result.lse[mine].double(), expected.lse[mine]
-    assert_same_non_finite(out, exact, "out")
-    assert_same_non_finite(lse, exact_lse, "lse")
-    out, exact, lse, exact_lse = (one.nan_to_num(0.0, 0.0, 0.0) for one in (out, exact, lse, exact_lse))
-    errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
-    assert expected.score_doubt is not None
-    doubt = expected.score_doubt[mine]
-    for what, found, usual, most in (
-        ("out", errors, SPLIT_ERROR, SPLIT_MOST + torch.expm1(2 * doubt)),
-        ("lse", (lse - exact_lse).abs(), SPLIT_LSE_ERROR, SPLIT_LSE_MOST + doubt),
-    ):
-        if found.numel():
-            assert (found < most).all(), f"{what}: a row is off by {(found - most).max():.3f} more than may be"
-            assert found.flatten().quantile(0.95) < usual, f"{what}: every 20th row is off by {usual} or more"
 
 
 CHECKS: dict[str, Callable[[Case, int, torch.device], None]] = {
@@ -146,3 +126,16 @@ def test_random_problems_of_a_layer(family: str, layer: int, device: torch.devic
         except AssertionError as error:
             wrong.append(f"{turn}: {error}\n  {fuzz.source(case)}")
     assert not wrong, f"{len(wrong)} of {TURNS} problems\n" + "\n".join(wrong[:5])
+
+
+# On a CPU: what the checks themselves must know. Partial results of 16 rows are few bytes, so that
+# short ranges of keys are split.
+FEW_ROWS = Case(q_lens=(1,), kv_lens=(640,), heads=(16, 1), dim=64, page=64, fp8=True, fp8_out=True)
+
+
+@pytest.mark.parametrize("turn", [0, 1], ids=["split", "whole"])
+def test_many_rows_are_judged(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantised outputs, and more CTAs than key tiles."""
+    monkeypatch.setattr(targets, "detect", lambda _: replace(targets.from_arch("sm_90a"), sm_count=8))
+    with emulator.device(arch="sm_90a", sms=8, schedule="random", seed=0, strict=True):
+        check_many_rows(FEW_ROWS, turn, torch.device("cpu"))

@@ -18,6 +18,7 @@ from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.errors import InvalidInput
+from dsl_backend.quant.format import MXFP8, TENSOR_SCALED
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.testing.cases import Case, by_id, mla
 from dsl_backend.testing.check import check_case
@@ -51,7 +52,7 @@ def test_a_scale_has_any_shape_of_one_number(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"out_scale": None}, "fp8 outputs need out_scale"),
+        ({"out_scale": None}, "outputs in e4m3-tensor need out_scale"),
         ({"out_scale": torch.ones(6)}, "out_scale is float32 (6,) on cpu: one float32 on cpu is needed"),
         ({"out_scale": torch.ones(1).half()}, "out_scale is float16 (1,) on cpu: one float32"),
         ({"out_scale": 1.0}, "out_scale is a float: a tensor is needed"),
@@ -69,17 +70,17 @@ def test_a_scale_of_other_outputs_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "out_dtype", "message"),
+    ("spec", "kind", "message"),
     [
-        (CASE.spec, torch.float8_e5m2, "out_dtype is float8_e5m2: None, or float8_e4m3fn"),
-        (mla(16).spec, torch.float8_e4m3fn, "out_dtype is float8_e4m3fn with the latent values of MLA: None, or"),
-        (CASE.spec, "e4m3", "out_dtype is 'e4m3'"),
+        (CASE.spec, MXFP8, "out_format is mxfp8: None, or e4m3-tensor or nvfp4 with"),
+        (mla(16).spec, TENSOR_SCALED, "out_format is e4m3-tensor with the latent values of MLA: None, or"),
+        (CASE.spec, "e4m3", "out_format is 'e4m3': a ScaledFormat"),
     ],
-    ids=["e5m2", "mla", "text"],
+    ids=["mxfp8", "mla", "text"],
 )
-def test_layers_that_have_none(spec: Any, out_dtype: Any, message: str) -> None:
+def test_layers_that_have_none(spec: Any, kind: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape(message)):
-        replace(spec, out_dtype=out_dtype)
+        replace(spec, out_format=kind)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
@@ -114,10 +115,11 @@ NARROW = replace(SMALL, dim=64)
 LONG = Case(q_lens=(140, 20), kv_lens=(200, 60), heads=(2, 1), page=32, window=(90, None), fp8_out=True)
 
 
-def emulate(arch: str, index: int, case: Case = SMALL) -> None:
-    """On kernels compiled anew, since cached ones were compiled from other source.
+def emulate(arch: str, index: int, case: Case = SMALL, fresh: bool = False) -> None:
+    """A case on one of the schedules. SM100's outputs go through shared memory, those of LONG do not.
 
-    SM100's outputs go through shared memory, those of LONG do not.
+    Args:
+        fresh: compile its kernel anew, since cached ones were compiled from other source.
     """
     from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
     from dsl_backend.runtime import toolkit
@@ -145,7 +147,7 @@ def emulate(arch: str, index: int, case: Case = SMALL) -> None:
             return toolkit.compiled(forward, fake_args(key, fake_dense_tensors(key)), target.arch, "")
 
     def make(planner: Planner, short: bool) -> Kernel:
-        found: Kernel = Fresh(planner.spec, planner.target, emulated.scratch(), config)
+        found: Kernel = (Fresh if fresh else base)(planner.spec, planner.target, emulated.scratch(), config)
         return found
 
     emulated.emulate(case, arch, make, index, sms=2)
@@ -244,7 +246,7 @@ MISTAKES = (
 def test_mistakes_are_found(mistake: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     from emulator.errors import EmulatorError
-    from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+    from tests.mistakes import Mistake, spoil_methods, spoilt
 
     arch, name, source, said, wrong, case, places = mistake
     found = spoilt(Mistake(name, importlib.import_module(f"dsl_backend.{source}"), said, wrong), tmp_path)
@@ -256,4 +258,4 @@ def test_mistakes_are_found(mistake: tuple[Any, ...], tmp_path: Path, monkeypatc
         else:
             monkeypatch.setattr(importlib.import_module(module), attribute, getattr(found, attribute))
     with pytest.raises((AssertionError, EmulatorError)):
-        emulate(arch, 1, case)
+        emulate(arch, 1, case, fresh=True)

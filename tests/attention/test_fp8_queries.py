@@ -16,7 +16,7 @@ import torch
 from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
-from dsl_backend.errors import InvalidInput, Unsupported
+from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.testing.cases import Case, by_id, mla
 from dsl_backend.testing.check import check_case
@@ -31,7 +31,7 @@ def run(case: Case = CASE, **changed: Any) -> torch.Tensor:
     return api.run(plan, given.pop("q"), problem.keys, problem.values, **given)
 
 
-@pytest.mark.parametrize("name", ["fp8-queries", "fp8-queries-by-request"])
+@pytest.mark.parametrize("name", ["fp8-queries", "fp8-queries-by-request", "nvfp4-queries", "mla-fp8-queries"])
 def test_the_reference(name: str) -> None:
     check_case(by_id(name), "reference", "cpu")
 
@@ -73,11 +73,10 @@ def test_layers_that_have_none(facts: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_latent_queries_of_8_bits_are_not_for_cute(arch: str) -> None:
+def test_latent_queries_of_8_bits_have_the_same_kernels(arch: str) -> None:
     spec = mla(16, fp8=True, fp8_q=True).spec
-    with pytest.raises(Unsupported, match="queries of float8_e4m3fn: it takes those of bfloat16"):
-        dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch), "cute")
-    assert dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch)).name == "triton"
+    for name in ("cute", dispatch.FP8_PRODUCTS):
+        assert dispatch.choose(Operation.MLA_DECODE, spec, from_arch(arch), name).name == name
 
 
 # Of SM90's kernel and of SM100's: (id, class, what its source says once, what it would say).
@@ -123,8 +122,12 @@ SMALL = Case(
 )
 
 
-def emulate(arch: str, index: int = 1) -> None:
-    """A small case on a kernel compiled anew, since cached ones were compiled from other source."""
+def emulate(arch: str, index: int = 1, fresh: bool = False) -> None:
+    """A small case on one of the schedules.
+
+    Args:
+        fresh: compile its kernel anew, since cached ones were compiled from other source.
+    """
     import emulator
     from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
     from dsl_backend.runtime import toolkit
@@ -153,7 +156,8 @@ def emulate(arch: str, index: int = 1) -> None:
             return toolkit.compiled(forward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
 
     def adjust(planner: Planner) -> None:
-        planner.short = planner.long = (*planner.long[:2], Fresh(planner.spec, planner.target, scratch(), config))
+        kernel = (Fresh if fresh else Fp8Prefill)(planner.spec, planner.target, scratch(), config)
+        planner.short = planner.long = (*planner.long[:2], kernel)
 
     problem, target = SMALL.problem(), replace(from_arch(arch), sm_count=1)
     with emulator.device(arch=arch, sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
@@ -176,11 +180,11 @@ def test_mistakes_are_found(mistake: tuple[str, ...], tmp_path: Path, monkeypatc
     import importlib
 
     from emulator.errors import EmulatorError
-    from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+    from tests.mistakes import Mistake, spoil_methods, spoilt
 
     arch, name, where, said, wrong = mistake
     module, _, right = f"dsl_backend.attention.cute.{where}".rpartition(".")
     spoiled = getattr(importlib.import_module(module), right)
     spoil_methods(spoiled, spoilt(Mistake(name, sys.modules[module], said, wrong), tmp_path), monkeypatch)
     with pytest.raises((AssertionError, EmulatorError)):
-        emulate(arch)
+        emulate(arch, fresh=True)

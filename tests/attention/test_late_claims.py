@@ -15,7 +15,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import emulate, scratch
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 pytestmark = pytest.mark.skipif(bool(toolkit.missing()), reason="CuTe DSL is not installed")
 

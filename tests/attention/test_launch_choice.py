@@ -93,6 +93,18 @@ def test_decodes_beside_prompts() -> None:
     assert parts(spec_of((32, 8), 128), [1] * 200 + [2 * K], [8 * K] * 200 + [2 * K]) == [(False, 17), (True, 0)]
 
 
+@pytest.mark.parametrize("known", [True, False], ids=("lengths", "bounds"))
+@pytest.mark.parametrize("fp8", [False, True], ids=("16-bit", "fp8"))
+def test_a_few_tokens_behind_many_keys_are_packed(known: bool, fp8: bool) -> None:
+    """A query tile of one head has 16 rows of 128, however many tiles there are; with 8 heads packed it is full."""
+    spec = spec_of((64, 8), 128, fp8=fp8)
+    for queries in (9, 16, 64):
+        assert parts(spec, [queries] * 32, [8 * K] * 32, H200, known=known)[0] == (True, 0 if known else 9)
+    assert parts(spec, [120] * 32, [8 * K] * 32, H200, known=known)[0][0] is False, "they fill tiles of one head"
+    alone = spec_of((8, 8), 128, fp8=fp8)
+    assert parts(alone, [40] * 200, [8 * K] * 200, known=known)[0][0] is False, "nothing to pack"
+
+
 def test_a_batch_without_lengths_is_chosen_by_its_bounds() -> None:
     assert parts(FEW_HEADS, *AROUND_ONE_LONG) == [(True, 0)]
     assert parts(FEW_HEADS, *AROUND_ONE_LONG, known=False) == [(False, 17), (True, 0)]

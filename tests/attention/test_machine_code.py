@@ -21,6 +21,7 @@ QUICK = (
     "sm_90a-mla16-invariant-decode",
     *(f"{arch}-hd128-fp8-e4m3" for arch in ("sm_90a", "sm_100a")),
     "sm_90a-hd128-fp8-e4m3-longest",
+    "sm_100a-hd128-fp8-queries-e4m3",
     *(f"{arch}-mla16-fp8-e4m3" for arch in ("sm_90a", "sm_100a")),
     "sm_100a-hd128-launched",
     "sm_100a-hd128-few",

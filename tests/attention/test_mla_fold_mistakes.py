@@ -29,7 +29,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import Case, mla
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 CONFIG = MlaConfig(tile_n=32, stages=3, speculative_max=True, fold_in_smem=True)
 SPLIT_KEYS = 64

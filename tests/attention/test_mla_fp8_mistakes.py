@@ -21,12 +21,12 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import fp8_attention
-from dsl_backend.testing.cases import mla
+from dsl_backend.testing.cases import Case, mla
 from dsl_backend.testing.inputs import Surroundings
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 from tests.attention.mla_cases import SCHEDULES, launched
 from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART, arithmetic_of
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 # NaN beyond the end and below the windows; queries of a request differ in size.
 CASE = mla(
@@ -39,6 +39,7 @@ CASE = mla(
     fp8=True,
     around=Surroundings(stale=True),
 )
+QUANTISED = mla(16, (288, 256), q_lens=(3, 1), kv_lens=(130, 70), page=16, fp8=True, fp8_q=True)
 CONFIG = Fp8MlaConfig(stages=2, dequant_stages=2)
 
 MISTAKES = {
@@ -68,6 +69,14 @@ MISTAKES = {
     ),
     fp8_queries.MlaQueries: (("rope is read from the latent part", "(self.mQRope, latent)", "(self.mQ, latent)"),),
     fp8_queries.Queries: (("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),),
+    fp8_queries.QuantizedMlaQueries: (
+        (
+            "a lane stores the neighbour's columns",
+            "lane + self.lanes * i, values[None, i]",
+            "(lane ^ 1) + self.lanes * i, values[None, i]",
+        ),
+        ("copied rows have no scale", "sScale[row] = 1.0", "pass"),
+    ),
     fp8_smem.store_p: (
         (
             "P is not swizzled",
@@ -80,29 +89,30 @@ MISTAKES = {
 QUICK = ("keys before the window stay", "no fence behind Q")
 
 
-def run(index: int) -> None:
-    """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
+def run(index: int, case: Case = CASE) -> None:
+    """A case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
     class Fresh(Fp8Mla):
         @staticmethod
         def build(key: Any, target: Target) -> Any:
             return toolkit.compiled(Fp8MlaForward(key), fake_args(key, fake_mla_tensors(key)), target.arch, "")
 
-    problem, target = CASE.problem(), replace(from_arch("sm_90a"), sm_count=1)
+    problem, target = case.problem(), replace(from_arch("sm_90a"), sm_count=1)
     kernel = Fresh(problem.spec, target, Workspace(torch.device("cpu")), replace(CONFIG, scores_first=True))
     result, _ = launched(kernel, problem, "sm_90a", sms=1, schedule=SCHEDULES[index], seed=index)
     fp8_attention.judge(result, problem, arithmetic_of(CONFIG), FLIPPED_PART)
 
 
-def run_twice() -> None:
+def run_twice(case: Case) -> None:
     """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
     for index in (1, 0):
-        run(index)
+        run(index, case)
 
 
 @pytest.mark.rest
-def test_right_without_a_mistake() -> None:
-    run(1)
+@pytest.mark.parametrize("case", [CASE, QUANTISED], ids=["bf16", "e4m3"])
+def test_right_without_a_mistake(case: Case) -> None:
+    run(1, case)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +133,4 @@ def test_a_mistake_is_found(
     else:
         monkeypatch.setattr(mla_fp8_mma, right.__name__, getattr(wrong, right.__name__))
     with pytest.raises((AssertionError, EmulatorError)):
-        run_twice()
+        run_twice(QUANTISED if right is fp8_queries.QuantizedMlaQueries else CASE)

@@ -35,7 +35,13 @@ QUICK = (
 FULL = (
     *(run for run in mla_cases.FP8 if run not in QUICK),
     *(replace(run, config=replace(DEQUANT, cluster=2)) for run in mla_cases.FP8_CLUSTERS),
-    *(replace(run, schedule=schedule) for run in QUICK[:-1] for schedule in SCHEDULES if schedule != run.schedule),
+    *(
+        replace(run, schedule=schedule)
+        for run in QUICK
+        if not run.case.fp8
+        for schedule in SCHEDULES
+        if schedule != run.schedule
+    ),
     *EVERYWHERE,
     Run(mla_cases.RAGGED, "lazy", config=TILES_OF_64),
     Run(by_id("mla-320"), "lazy", config=MlaConfig(tile_n=128, stages=2, min_split_tiles=1)),

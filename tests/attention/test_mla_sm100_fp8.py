@@ -2,6 +2,7 @@
 """The SM100 kernel of absorbed MLA with e4m3 products on the emulator: it computes what its arithmetic says."""
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,17 @@ from dsl_backend.testing.check import Result
 from dsl_backend.testing.fp8_attention import Arithmetic
 from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 from tests.attention.mla_cases import SCHEDULES, SMS, launched
-from tests.attention.test_mla_sm90_fp8 import CLUSTERS, FLIPPED_PART, NAME, RAGGED, WINDOW, spec_of
+from tests.attention.test_mla_sm90_fp8 import (
+    CLUSTERS,
+    FLIPPED_PART,
+    NAME,
+    QUERIES,
+    RAGGED,
+    WINDOW,
+    check_random_problems,
+    layers,
+    spec_of,
+)
 
 TARGET = from_arch("sm_100a")
 # Rings wrap early.
@@ -70,7 +81,12 @@ MANY = mla(
     q_gain=3.0,
     fp8=True,
 )
-QUICK = (Run(CLUSTERS, "lazy", replace(SMALL, cluster=2)), Run(WINDOW, "random"), Run(MANY, "eager"))
+QUICK = (
+    Run(CLUSTERS, "lazy", replace(SMALL, cluster=2)),
+    Run(WINDOW, "random"),
+    Run(MANY, "eager"),
+    Run(QUERIES, "eager"),
+)
 OTHERS = (
     Run(
         mla(16, id="tiles-128", q_lens=(1, 2), kv_lens=(300, 140), q_gain=3.0, fp8=True, why="rows of P of 128 bytes"),
@@ -97,6 +113,7 @@ OTHERS = (
         "lazy",
     ),
     Run(RAGGED, "random"),
+    *(Run(QUERIES, schedule) for schedule in ("lazy", "random")),
     *(Run(RAGGED, schedule) for schedule in ("eager", "lazy")),
     *(Run(CLUSTERS, schedule, replace(SMALL, cluster=2)) for schedule in ("eager", "random")),
     *(Run(WINDOW, schedule) for schedule in ("eager", "lazy")),
@@ -134,6 +151,12 @@ def test_split_keys_of_equal_scores(case: Case, config: Fp8MlaConfig, schedule: 
     exact = expected.out[mine]
     assert ((result.out[mine].double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-14).all()
     assert (result.lse[mine].double() - expected.lse[mine]).abs().max() < 1e-5
+
+
+@layers
+def test_random_problems_of_a_layer(layer: int) -> None:
+    """Those of SM90's kernel."""
+    check_random_problems(layer, sys.modules[__name__])
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])

@@ -22,10 +22,10 @@ from dsl_backend.testing import fp8_attention
 from dsl_backend.testing.cases import mla
 from dsl_backend.testing.inputs import Surroundings
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 from tests.attention.mla_cases import SCHEDULES, launched
 from tests.attention.test_mla_sm90_fp8 import FLIPPED_PART
 from tests.attention.test_mla_sm100_fp8 import TARGET, arithmetic_of
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 # NaN beyond the end and below the windows; queries of a request differ in size; four work tiles on one SM.
 CASE = mla(

@@ -15,8 +15,8 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import mla
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 from tests.attention.mla_cases import SCHEDULES, Run, emulate
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 # Requests of several tiles, of one, and without keys, two for each CTA and more; a tile has two pages.
 CASE = mla(16, (288, 256), q_lens=(2, 1, 1, 1, 1, 1, 1, 1, 1), kv_lens=(80, 20, 0, 50, 70, 31, 33, 40, 64), page=16)

@@ -2,6 +2,7 @@
 """The SM90 kernel of absorbed MLA with e4m3 products on the emulator: it computes what its arithmetic says."""
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing import fp8_attention
+from dsl_backend.testing import fp8_attention, fuzz
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.check import Result
 from dsl_backend.testing.fp8_attention import Arithmetic
 from dsl_backend.testing.inputs import Layout, Problem, Surroundings
+from dsl_backend.testing.numerics import assert_same_non_finite
 from tests.attention.mla_cases import SCHEDULES, SMS, launched
 
 NAME = dispatch.FP8_PRODUCTS
@@ -88,6 +90,18 @@ WINDOW = mla(
     around=Surroundings(stale=True),
     why="scores in true units; NaN below the windows, which no product may see; boxes of 16 keys",
 )
+# Their numbers are those of the model: no quotient lies midway.
+QUERIES = mla(
+    16,
+    (288, 256),
+    id="fp8-queries",
+    q_lens=(1, 6, 0, 9),
+    kv_lens=(200, 90, 0, 130),
+    split_q=True,
+    fp8=True,
+    fp8_q=True,
+    why="quantised queries are copied; rows of 32 bytes, and a tile that is not full",
+)
 OTHERS = (
     Run(
         mla(16, (320, 256), id="320", q_lens=(1, 2), kv_lens=(350, 70), split_q=True, fp8=True, why="another latent"),
@@ -129,11 +143,17 @@ OTHERS = (
         mla(16, id="nan", q_lens=(1, 4), kv_lens=(65, 150), nan_request=1, fp8=True, why="a NaN stays its request's"),
         "lazy",
     ),
+    *(Run(QUERIES, schedule) for schedule in ("lazy", "random")),
     *(Run(RAGGED, schedule) for schedule in ("eager", "lazy")),
     *(Run(CLUSTERS, schedule, replace(SMALL, cluster=2)) for schedule in ("eager", "random")),
     *(Run(WINDOW, schedule) for schedule in ("eager", "lazy")),
 )
-QUICK = (Run(RAGGED, "random"), Run(CLUSTERS, "lazy", replace(SMALL, cluster=2)), Run(WINDOW, "random"))
+QUICK = (
+    Run(RAGGED, "random"),
+    Run(CLUSTERS, "lazy", replace(SMALL, cluster=2)),
+    Run(WINDOW, "random"),
+    Run(QUERIES, "eager"),
+)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +172,30 @@ def test_case(given: Run) -> None:
 
 # Of a row whose keys are split, P is rounded with the row_max of each split: random errors of 2^-4 of single weights.
 SPLIT_ERROR, SPLIT_LSE_ERROR = 0.08, 0.02
+# Rows of split keys that one key dominates: its P is rounded by up to 2^-4, with one row_max in the kernel and another
+# in the arithmetic. Of 504 problems on an H200 four had a row that was off by 0.141 to 0.156: scores may be in doubt
+# there too, see `fp8_attention.Online`.
+SPLIT_MOST, SPLIT_LSE_MOST = 0.25, 0.14
+
+
+def judge_splits(result: Result, problem: Problem, arithmetic: Arithmetic) -> None:
+    """As far from whole ranges as P's errors in each split explain."""
+    mine, expected = problem.owned(), fp8_attention.attention(problem, arithmetic)
+    out, exact = result.out_near(expected.out)[mine].double(), expected.out[mine]
+    lse, exact_lse = result.lse[mine].double(), expected.lse[mine]
+    assert_same_non_finite(out, exact, "out")
+    assert_same_non_finite(lse, exact_lse, "lse")
+    out, exact, lse, exact_lse = (one.nan_to_num(0.0, 0.0, 0.0) for one in (out, exact, lse, exact_lse))
+    errors = (out - exact).norm(dim=-1) / exact.norm(dim=-1).clamp(min=1e-30)
+    assert expected.score_doubt is not None
+    doubt = expected.score_doubt[mine]
+    for what, found, usual, most in (
+        ("out", errors, SPLIT_ERROR, SPLIT_MOST + torch.expm1(2 * doubt)),
+        ("lse", (lse - exact_lse).abs(), SPLIT_LSE_ERROR, SPLIT_LSE_MOST + doubt),
+    ):
+        if found.numel():
+            assert (found < most).all(), f"{what}: a row is off by {(found - most).max():.3f} more than may be"
+            assert found.flatten().quantile(0.95) < usual, f"{what}: every 20th row is off by {usual} or more"
 
 
 @pytest.mark.parametrize(
@@ -167,13 +211,7 @@ SPLIT_ERROR, SPLIT_LSE_ERROR = 0.08, 0.02
 def test_split_keys(case: Case, config: Fp8MlaConfig, schedule: str) -> None:
     """Partial results are combined: as far from the arithmetic of whole ranges as P's rounding explains."""
     problem = case.problem()
-    result = run(problem, config, schedule, split=True)
-    mine, expected = problem.owned(), fp8_attention.attention(problem, arithmetic_of(config))
-    out, exact = result.out[mine].double(), expected.out[mine]
-    assert (
-        torch.linalg.vector_norm(out - exact, dim=-1).div(torch.linalg.vector_norm(exact, dim=-1)).max() < SPLIT_ERROR
-    )
-    assert (result.lse[mine].double() - expected.lse[mine]).abs().max() < SPLIT_LSE_ERROR
+    judge_splits(run(problem, config, schedule, split=True), problem, arithmetic_of(config))
 
 
 def test_equal_scores_are_exact() -> None:
@@ -186,6 +224,45 @@ def test_equal_scores_are_exact() -> None:
     # The tensor cores keep 13 bits of a sum behind the first; the output 8.
     assert ((result.out[mine].double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-10).all()
     assert (result.lse[mine].double() - expected.lse[mine]).abs().max() < 1e-5
+
+
+LAYERS, TURNS, SEED, SPECS = 12, 5, 20261127, 10_000
+SIZES = replace(fuzz.TINY, kv=300, q=12, requests=3, heads_mla=(8, 16, 20, 64, 128))
+
+
+def drawn(layer: int, turn: int) -> Case:
+    """A random problem that the kernels serve; of every third layer, queries arrive in e4m3."""
+    case = fuzz.problem("mla", SEED, layer + turn * SPECS, SIZES, SPECS)
+    assert isinstance(case, Case)
+    case = replace(case, fp8=True, fp8_dtype=torch.float8_e4m3fn, batch_invariant=False, programs=None, tile=None)
+    return replace(case, fp8_q=True, q_gain=1.0) if layer % 3 == 1 else case
+
+
+layers = pytest.mark.parametrize(
+    "layer", [pytest.param(n, marks=pytest.mark.full if n > 1 else pytest.mark.rest) for n in range(LAYERS)]
+)
+
+
+def check_random_problems(layer: int, sm: Any) -> None:
+    """With the default of a layer, and small rings in turn; whole ranges of keys and split ones in turn.
+
+    Args:
+        sm: the module of an SM's tests.
+    """
+    for turn in range(TURNS):
+        case, schedule = drawn(layer, turn), SCHEDULES[(layer + turn) % len(SCHEDULES)]
+        config = replace(sm.default_fp8_mla_config(case.spec), min_split_tiles=1) if layer % 2 else sm.SMALL
+        problem, arithmetic, split = case.problem(), sm.arithmetic_of(config), turn % 2 == 1
+        result = sm.run(problem, config, schedule, split, case.split_q)
+        if split:
+            judge_splits(result, problem, arithmetic)
+        else:
+            fp8_attention.judge(result, problem, arithmetic, FLIPPED_PART)
+
+
+@layers
+def test_random_problems_of_a_layer(layer: int) -> None:
+    check_random_problems(layer, sys.modules[__name__])
 
 
 def spec_of(heads: int = 16, dims: tuple[int, int] = (576, 512), **facts: Any) -> AttentionSpec:

@@ -115,7 +115,7 @@ def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     from dsl_backend.runtime import toolkit
     from dsl_backend.runtime.target import Target
     from tests.attention.emulated import emulate, scratch
-    from tests.attention.mistakes import Mistake, spoilt
+    from tests.mistakes import Mistake, spoilt
 
     name, said, wrong = MISTAKES[mistake]
     module = importlib.import_module(f"dsl_backend.attention.cute.{name}")

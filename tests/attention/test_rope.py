@@ -29,7 +29,7 @@ from emulator.errors import EmulatorError, HostError
 from emulator.machine.findings import Kind
 from tests import machine_code
 from tests.attention.emulated import SCHEDULES, SMS, far_apart
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, spoilt
 from tests.primitives import dependent_chains as chains
 
 ARCHS = registry.EMULATED

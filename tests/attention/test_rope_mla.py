@@ -35,8 +35,8 @@ from dsl_backend.testing.mla_rope_writes import (
 from emulator.errors import EmulatorError, HostError
 from emulator.machine.findings import Kind
 from tests.attention.emulated import SCHEDULES, SMS, far_apart
-from tests.attention.mistakes import Mistake, spoilt
 from tests.attention.test_rope import marks_of, needs_triton
+from tests.mistakes import Mistake, spoilt
 from tests.primitives import dependent_chains as chains
 
 ARCHS = registry.EMULATED

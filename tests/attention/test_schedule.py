@@ -30,8 +30,8 @@ from dsl_backend.quant.format import KVFormat
 from emulator.errors import EmulatorError
 from emulator.machine.launch import Run
 from tests.attention import schedule_kernels
-from tests.attention.mistakes import Mistake, spoilt
 from tests.attention.schedule_kernels import BalancedSchedule, ClcSchedule, DynamicSchedule
+from tests.mistakes import Mistake, spoilt
 
 TOKENS, TILE, HEADS = 32, 16, 2
 FAR = 1 << 30

@@ -23,7 +23,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
 from tests.attention.emulated import SCHEDULES, emulate, scratch
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, spoilt
 
 # Ten K and V tiles pass through the three stages, and the last one is partly full.
 CASE = Case(q_lens=(140,), kv_lens=(150,), heads=(2, 1), dim=192, dim_v=128, page=None)

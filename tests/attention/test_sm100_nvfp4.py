@@ -33,11 +33,11 @@ from dsl_backend.testing.cases.nvfp4 import HEADS_FIRST, NVFP4
 from dsl_backend.testing.inputs import Layout
 from emulator.errors import EmulatorError
 from tests.attention.emulated import SCHEDULES, emulate, numbered, scratch
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
 from tests.attention.test_sm100 import make
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 SERVED = [case for case in NVFP4 if case.around.layout is not Layout.SIDE_BY_SIDE]
-QUICK = ("nvfp4", "nvfp4-128", "nvfp4-192-128")
+QUICK = ("nvfp4-queries", "nvfp4-128", "nvfp4-192-128")
 
 
 @numbered(SERVED, QUICK)

@@ -24,7 +24,7 @@ from dsl_backend.primitives import math as device_math
 from dsl_backend.testing.cases import FP16, FULL, Case
 from dsl_backend.testing.inputs import Problem
 from tests.attention.emulated import emulate, scratch
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, spoilt
 
 EX2_EMULATION = 4  # of each 16 exponentials
 NAN_KEYS = (1, 67)  # in an unmasked tile each, the second key of a pair

@@ -25,7 +25,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError, HostError
 from tests.attention.emulated import emulate, scratch
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, spoilt
 
 # Scores that grow by more than 2^8 from tile to tile, in some rows.
 CASE = Case(q_lens=(40,), kv_lens=(150,), heads=(1, 1), dim=64, page=16, q_gain=8.0)

@@ -27,8 +27,8 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import mla
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoilt
 from tests.attention.mla_cases import SCHEDULES, Run, emulate
+from tests.mistakes import Mistake, spoilt
 
 # A CTA pair has some seven tiles, one of which ends in the middle: every stage is filled again several times.
 CONFIG = TwoCtaMlaConfig(tile_n=32)

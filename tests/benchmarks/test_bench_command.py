@@ -3,6 +3,7 @@
 
 import ast
 import dataclasses
+import importlib
 import io
 import json
 import pathlib
@@ -74,17 +75,45 @@ def test_a_kernel_of_one_operator_is_an_objection_in_another() -> None:
     ("op", "options", "message"),
     [
         ("decoed", {}, "choose from decode"),
-        ("decode", {"rows": "no such row"}, "no row of decode matches"),
+        ("decode", {"rows": "no such row"}, "no row of decode matches 'no such row': decode has hd128-h32x8-b1-k8k, "),
+        (
+            ["softmax", "norm"],
+            {"rows": "^wide", "only_list": True},
+            "no row of softmax matches '^wide': softmax has 64x128256, ",
+        ),
+        ([], {"rows": "^wid3", "only_list": True}, "softmax has 64x128256, "),
         ("decode", {"rows": "("}, "--rows '(' is not a regular expression: missing )"),
         ("decode", {"peers": "FA3,nobody"}, "no peer nobody"),
         ("decode", {"kernels": "cute,no-such-kernel"}, "has no kernel 'no-such-kernel': choose one of cute"),
         ("decode", {"device": "tpu"}, "device 'tpu' is not one of cuda, cpu"),
     ],
 )
-def test_a_name_that_means_nothing_is_refused(op: str, options: dict[str, object], message: str) -> None:
+def test_a_name_that_means_nothing_is_refused(op: str | list[str], options: dict[str, object], message: str) -> None:
     status, text = bench(op, None, **options)
     assert status == 2
     assert message in text
+
+
+@pytest.mark.parametrize("name", ["attention", "scaled_linear"])
+def test_a_sweep_without_a_row_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = importlib.import_module(f"benchmarks.{name}.sweep")
+    words = ["sweep", *(["decode"] if name == "attention" else []), "--rows", "no such row"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "no row matches 'no such row': choose from " in said
+    assert {"scaled_linear": "gate-up-blocks-1,", "attention": "hd128-h32x8-b1-k8k,"}[name] in said
+
+
+def test_operators_without_names_need_one_row_of_all() -> None:
+    status, text = bench([], rows="^uneven", only_list=True)
+    assert status == 0
+    assert "softmax, providers" in text
+    assert "norm, providers" not in text
 
 
 def test_a_file_that_cannot_be_made_is_refused_before_anything_runs(tmp_path: pathlib.Path) -> None:
@@ -259,7 +288,7 @@ def test_the_package_works_under_another_name(path: pathlib.Path) -> None:
     assert not [name for name in absolute if name and name.partition(".")[0] == "benchmarks"]
     at_import = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     at_import += [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
-    if path.parent == PACKAGE / "launch" / "kernels":
+    if path.parent.name == "kernels":
         return
     # Modules of these kernels import their DSL, so they count as one.
     peers = ("vllm", "flashinfer", "cutlass", "triton", "kernels")

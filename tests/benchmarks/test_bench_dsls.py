@@ -103,7 +103,7 @@ def test_a_run(tmp_path: Path) -> None:
         (("ahead", "launch"), {}, "ahead: a time limit is ahead=SECONDS"),
         ((), {"held_out": True}, "has its own rows and columns"),
         ((), {"kernels": "cute"}, "has its own rows and columns"),
-        ((), {"rows": "nothing"}, "no row of dsls matches 'nothing'"),
+        ((), {"rows": "nothing"}, "linear, prefill matches 'nothing': launch has tiny-add-40; softmax has tiny-3x40, "),
         ((), {"peers": "nobody"}, "no peer nobody"),
         ((), {"device": "tpu"}, "device 'tpu' is not one of cuda, cpu"),
     ],

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,31 @@ def test_scenarios_by_name() -> None:
         choose("b2", small=False)
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_scenarios_that_sample(quick: bool) -> None:
+    """By name alone, and the same as the greedy ones otherwise."""
+    greedy, drawn = choose("b16-sampled,b16", small=False, quick=quick)
+    assert (greedy.id, greedy.sampled) == ("b16", False)
+    assert drawn == replace(greedy, id="b16-sampled", sampled=True)
+    for name in ("sampled-sampled", "prefill-sampled"):
+        with pytest.raises(ValueError, match=f"no scenario {name}"):
+            choose(name, small=False, quick=quick)
+
+
+def test_a_draft_model_is_one_of_ours_with_the_engines_backend(tmp_path: Path) -> None:
+    drafts = {"method": "draft_model", "model": "llama-draft", "num_speculative_tokens": 4}
+    settings = children.Settings(cache=tmp_path, **SETTINGS, engine={"speculative_config": drafts})
+    given = children.arguments_of("FLASH_ATTN", settings)["speculative_config"]
+    assert given == drafts | {"attention_backend": "FLASH_ATTN", "model": str(tmp_path / "models" / "llama-draft")}
+    config = json.loads((Path(given["model"]) / "config.json").read_text())
+    assert config["vocab_size"] == models.LLAMA["vocab_size"]
+    assert config["num_attention_heads"] * config["head_dim"] == config["hidden_size"]
+    # Drafts by n-grams have no model; a folder of a user stays.
+    for other in ({"method": "ngram", "num_speculative_tokens": 4}, drafts | {"model": "/a/draft"}):
+        settings = children.Settings(cache=tmp_path, **SETTINGS, engine={"speculative_config": other})
+        assert children.arguments_of("dsl", settings)["speculative_config"] == other
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.id)
 @pytest.mark.parametrize("model", ["llama-8b", "deepseek-v2-lite"])
 def test_requests_fit_the_model(scenario: Scenario, model: str) -> None:
@@ -167,6 +193,14 @@ def test_requests_fit_the_model(scenario: Scenario, model: str) -> None:
 def test_the_quick_form_fits_its_cache(scenario: Scenario) -> None:
     assert scenario.requests * (scenario.prompt + scenario.output) <= command.CACHE_TOKENS
     assert scenario.timed_runs == 3
+
+
+def test_decode_steps_of_8_requests_and_behind_16k() -> None:
+    """What was decoded behind a long prompt is timed without that prompt."""
+    eight, behind = choose("b8,16k-b1", small=False, quick=True)
+    assert (eight.requests, eight.prompt, eight.output, eight.figure) == (8, 128, 128, Figure.OUTPUT)
+    assert (behind.requests, behind.prompt, behind.output, behind.figure) == (1, 16384, 128, Figure.DECODE)
+    assert eight.requests in command.GRAPH_SIZES, "a step is replayed as it is"
 
 
 def test_a_scenario_without_a_quick_form() -> None:

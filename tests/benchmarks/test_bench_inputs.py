@@ -19,6 +19,7 @@ PROBLEMS = {
     "window": dense(64, 4, 2, [1, 9], [40, 30], window_left=6),
     "fp8": dense(64, 4, 2, [1, 4], [40, 30], kv_dtype=FP8),
     "fp8 e5m2": dense(64, 4, 2, [1, 4], [40, 30], kv_dtype=torch.float8_e5m2),
+    "values of another size": dense(64, 4, 2, [1, 9], [40, 30], head_dim_v=32),
     "latent": latent(4, [1, 2], [20, 40]),
     "latent fp8": latent(4, [1, 2], [20, 40], kv_dtype=FP8),
     "packed": packed(2, [7, 33]),

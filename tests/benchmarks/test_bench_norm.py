@@ -12,7 +12,6 @@ import benchmarks
 from benchmarks.case import TABLE
 from benchmarks.norm import providers
 from benchmarks.norm.problems import EPS, Inputs, Problem, build, reference
-from dsl_backend.norm.configs import default_config
 from dsl_backend.norm.spec import NormTensors, Scaling
 from dsl_backend.providers import Provider
 
@@ -36,21 +35,6 @@ def test_bytes_are_counted_once_each_way() -> None:
     assert Problem(rows=3, width=5).traffic_bytes == 3 * 5 * (2 + 2) + 5 * 2
     assert Problem(rows=3, width=5, residual=True).traffic_bytes == 3 * 5 * (3 * 2 + 2) + 5 * 2
     assert Problem(rows=3, width=5, scaling=Scaling.TOKEN).traffic_bytes == 3 * 5 * (2 + 1) + 5 * 2
-
-
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize("width", [64, 1000, 4096, 16384, 32768, 131072])
-def test_a_sweep_has_the_default_and_its_rivals(width: int, residual: bool) -> None:
-    sweep = pytest.importorskip("benchmarks.norm.sweep", reason="CuTe DSL is not installed")
-    spec = Problem(rows=1, width=width, residual=residual).spec()
-    configs = list(dict.fromkeys(sweep.candidates(spec, 227 * 1024)))
-    assert configs[0] == default_config(spec)
-    assert not any(config.objections(spec, 227 * 1024) for config in configs)
-    assert len(configs) > 1
-    if width == 16384:
-        held = {(config.threads, config.cluster, config.ctas_per_sm) for config in configs}
-        assert {(512, 1, 1), (256, 2, 1), (256, 2, 3 if residual else 4)} < held
-    assert len(configs) < 40
 
 
 def column(name: str) -> Provider:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks.attention import flashinfer_peers, ours, rows, vllm_dense, vllm_mla
+from benchmarks.attention import flashinfer_peers, ours, rows, torch_sdpa, vllm_dense, vllm_mla
 from benchmarks.attention.problems import WriteProblem, dense, keys_seen, latent, packed, twice_pairs
 from benchmarks.case import TABLE, Case, select
 from benchmarks.devices import CEILINGS, floor_us
+from dsl_backend.runtime import target as targets
 
 K = 1024
 
@@ -127,17 +128,21 @@ def test_fp8_rows_have_both_formats(operator: str) -> None:
     assert all(case.problem.is_fp8_kv for case in chosen)
 
 
+# FlashInfer's MLA decode by the backends of one function.
+FLASHINFER_LATENT = {"FlashInfer CuTe DSL", "trtllm-gen", "XQA"}
+
+
 @pytest.mark.parametrize("operator", ["decode", "prefill", "mla-decode"])
 def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (vllm_dense, vllm_mla, flashinfer_peers):
-        monkeypatch.setattr(module, "missing", lambda _: ["needs a CUDA device"])
+    for module in (vllm_dense, vllm_mla, flashinfer_peers, torch_sdpa):
+        monkeypatch.setattr(module, "missing", lambda *_: ["needs a CUDA device"])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(targets, "detect", lambda: targets.from_arch("sm_100a"))
     cases = select(benchmarks.operators()[operator].cases(), "fp8")
     said = {}
     # Ours by other names have no such reason.
-    peers = [
-        peer for peer in benchmarks.operators()[operator].providers([])[1:] if peer.name not in ("e4m3", "ordinary")
-    ]
+    own = ("e4m3", "ordinary", "Triton")
+    peers = [peer for peer in benchmarks.operators()[operator].providers([])[1:] if peer.name not in own]
     for case in cases:
         for peer in peers:
             reasons = [reason for reason in peer.objections(case.problem) if "fp8" in reason]
@@ -148,8 +153,9 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
         else:
             assert by_group["fp8-e5m2"], name
     served = {name for name, by_group in said.items() if not by_group["fp8"]}
-    dense = {"TRITON_ATTN", "FA3", "FLASHINFER"} | ({"XQA"} if operator == "decode" else set())
-    assert served == ({"TRITON_MLA", "FLASHMLA"} if operator == "mla-decode" else dense)
+    dense = {"TRITON_ATTN", "FA3", "FLASHINFER", "XQA" if operator == "decode" else "cuDNN"}
+    latent = {"TRITON_MLA", "FLASHMLA", *FLASHINFER_LATENT}
+    assert served == (latent if operator == "mla-decode" else dense)
 
 
 def test_default_peers_of_attention() -> None:
@@ -159,7 +165,8 @@ def test_default_peers_of_attention() -> None:
     }
     assert found["decode"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "XQA"}
     assert found["prefill"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "cuDNN"}
-    assert found["mla-decode"] == {"TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA"}
+    vllms = {"TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA"}
+    assert found["mla-decode"] == {*vllms, "FA4", "FLASHINFER_MLA", *FLASHINFER_LATENT}
     assert found["mla-prefill"] == {"FA3", "FA4", "FLASHINFER", "cuDNN"}
 
 

@@ -2,17 +2,13 @@
 """Softmax's benchmark: rows, bytes, and a run at tiny scale."""
 
 import json
-import math
 import pathlib
 
-import pytest
 import torch
 
 import benchmarks
 from benchmarks.case import TABLE
 from benchmarks.softmax.problems import Problem, build, reference
-from dsl_backend.softmax.configs import default_config
-from dsl_backend.softmax.spec import SoftmaxSpec
 
 
 def test_rows() -> None:
@@ -39,21 +35,6 @@ def test_the_oracle_has_the_first_and_the_last_row() -> None:
     found = reference(problem, inputs, 1)
     assert {0, 499} <= set(found.rows.tolist())
     torch.testing.assert_close(found.values, inputs.layers[1].x[found.rows].double().log_softmax(-1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [1, 129, 1000, 4096, 8192, 16384, 32768, 128256])
-def test_a_sweep_has_the_default_and_its_rivals(width: int, dtype: torch.dtype) -> None:
-    sweep = pytest.importorskip("benchmarks.softmax.sweep", reason="CuTe DSL is not installed")
-    spec = SoftmaxSpec(width=width, dtype=dtype, out_dtype=dtype, vector=math.gcd(8, width))
-    configs = list(dict.fromkeys(sweep.candidates(spec, 227 * 1024)))
-    assert configs[0] == default_config(spec)
-    assert not any(config.objections(spec, 227 * 1024) for config in configs)
-    assert {config.use_pdl for config in configs} == {False, True}
-    if width == 32768 and dtype == torch.bfloat16:
-        held = {(config.threads, config.cluster, config.ctas_per_sm, config.recompute) for config in configs}
-        assert {(512, 2, 2, False), (256, 2, 3, False), (512, 1, 2, True)} < held
-    assert len(configs) < 40
 
 
 def test_a_run(tmp_path: pathlib.Path, device: torch.device) -> None:

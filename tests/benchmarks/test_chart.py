@@ -65,6 +65,14 @@ def test_rows_are_selected_by_their_ids(tmp_path: Path) -> None:
     assert "b1-k8k" not in shown
 
 
+def test_versions_of_all_runs_are_shown() -> None:
+    runs = [
+        {"kind": "environment", "device": "H200", "date": "2026-11-24", "versions": {"vllm": held}}
+        for held in ("2", "1")
+    ]
+    assert chart.facts(runs) == "H200; vllm 1 and 2; 2026-11-24"
+
+
 def test_nothing_to_draw_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_of(tmp_path, ("alone", {"dsl": 1.0}))
     with pytest.raises(SystemExit) as ended:

@@ -21,12 +21,19 @@ from benchmarks.held_out import compile_ahead, random_rows, summary
 from benchmarks.held_out.draw import Draw
 from benchmarks.report import to_json
 from benchmarks.softmax.problems import Problem as SoftmaxProblem
+from dsl_backend.linear.scaled import dispatch
 from dsl_backend.providers import Launch
+from dsl_backend.runtime.target import from_arch
 
 FIRST = {
     "mla-decode": ["00-h16-b27-q8-k993", "01-h16-b4-q7-k14344", "02-h16-b2-q2-k65495"],
     "prefill": ["00-hd64-h16x16-2x5934", "01-hd64-h5x1-7x255to5346", "02-hd64-h4x2-3x93to788-k1871to7779"],
     "linear": ["00-159x16384x5120", "01-67x12800x5120", "02-272x14336x4096"],
+    "scaled-linear": [
+        "00-channels-gated-56x9728x2560",
+        "01-channels-plain-11x3584x18944",
+        "02-blocks-gated-17x9472x3584",
+    ],
     "softmax": ["00-574x50257-f32", "01-8x81784-f32", "02-12x26240"],
     "norm": ["00-4x896-residual", "01-3828x5376-residual-fp8-tensor", "02-50x96"],
 }
@@ -34,6 +41,7 @@ LAST = {
     "mla-decode": "59-h128-b47-q1to5-k32to31018",
     "prefill": "59-hd128-h2x2-8x1+3x166to2326-k217to22358",
     "linear": "99-33x3224x1928",
+    "scaled-linear": "59-blocks-plain-4113x1152x2384",
     "softmax": "29-11346x12055",
     "norm": "39-1031x21315-residual",
 }
@@ -53,7 +61,7 @@ def test_the_random_list_is_fixed(operator: str) -> None:
     found = names(operator, "random")
     assert found[:3] == FIRST[operator]
     assert found[-1] == LAST[operator]
-    assert len(found) == {"mla-decode": 60, "prefill": 60, "linear": 100, "softmax": 30, "norm": 40}[operator]
+    assert len(found) == random_rows.COUNTS[operator]
 
 
 def test_the_lengths_of_ragged_rows_are_fixed() -> None:
@@ -68,7 +76,7 @@ def test_the_lengths_of_ragged_rows_are_fixed() -> None:
 
 def test_rows_of_the_issue() -> None:
     assert {operator: len(names(operator, "lost")) for operator in held_out.PEERS} == {
-        "mla-decode": 6, "prefill": 5, "linear": 5, "softmax": 2, "sampling": 5, "norm": 0,
+        "mla-decode": 6, "prefill": 5, "linear": 5, "scaled-linear": 0, "softmax": 2, "sampling": 5, "norm": 0,
     }  # fmt: skip
     assert names("linear", "lost")[:2] == ["320x3584x8192", "320x32768x5120"]
     assert names("sampling", "lost")[-1] == "p-512x201088"
@@ -124,6 +132,17 @@ def test_linear_rows() -> None:
     assert of_rows["few"] >= 50
     assert of_rows["2000"] >= 20
     assert all(problem.n % 8 == problem.k % 8 == 0 and 1 <= problem.m <= 8192 for problem in found)
+
+
+def test_scaled_linear_rows() -> None:
+    found = problems("scaled-linear")
+    kinds = collections.Counter((one.scheme, one.gated) for one in found)
+    assert kinds == dict.fromkeys(((scheme, gated) for scheme in ("channels", "blocks") for gated in (True, False)), 15)
+    assert sum(one.m <= 64 for one in found) >= 20
+    # Each is one that SM90's kernels serve.
+    target = from_arch("sm_90a")
+    assert {dispatch.choose(one.spec, target).name for one in found} == {"cute-sm90"}
+    assert sum(one.n % 128 > 0 or one.k % 128 > 0 for one in found) >= 9
 
 
 def test_softmax_rows_fit_in_memory() -> None:
@@ -235,7 +254,7 @@ def test_what_has_no_rows_is_refused(op: tuple[str, ...], options: dict[str, Any
 
 
 def test_a_peer_of_one_operator_is_none_of_another() -> None:
-    assert bench(op=("softmax", "prefill"), peers="fa3,quack", only_list=True)[0] == 0
+    assert bench(op=("softmax", "prefill"), peers="fa3,quack", rows=None, only_list=True)[0] == 0
     chosen = command.select_columns(benchmarks.operators()["prefill"], benchmarks.Options(peers="fa3,quack"))
     assert [provider.name for provider in chosen.providers] == ["dsl", "FA3"]
 

@@ -7,21 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_kernels import REFERENCE, on_gpu
 from torch.nn import functional
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, configs, dispatch, precompile, reference
+from dsl_backend.experts.args import ExpertsOperands
 from dsl_backend.experts.plan import ExpertsPlan
-from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
+from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
 from dsl_backend.quant.format import ROW_SCALED
 from dsl_backend.runtime import model, toolkit
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
+    ADDED_CASES,
     BF16,
     CASES,
     PLAIN,
+    REAL,
     SHARED,
     SHARED_CASES,
     ExpertsCase,
@@ -29,6 +33,7 @@ from dsl_backend.testing.experts import (
     judge,
     of_additions,
     random_case,
+    random_layer,
     tensors,
 )
 
@@ -36,18 +41,21 @@ needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or targets.triton_interpreted()),
     reason="no CUDA device, and TRITON_INTERPRET is off",
 )
-KERNELS = ["reference", pytest.param("triton", marks=needs_triton)]
+KERNELS = [REFERENCE, pytest.param("triton", marks=needs_triton)]
+# By name, so that few tokens go through the grouped GEMMs too, and many through the kernels for few.
+CUTE = on_gpu("cute-decode", "cute-grouped")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [*KERNELS, *CUTE])
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, kernel: str, device: torch.device) -> None:
     check_experts(CASES[name], kernel, str(device))
 
 
+@pytest.mark.parametrize("kernel", [REFERENCE, *CUTE])
 @pytest.mark.parametrize("name", SHARED_CASES)
-def test_shared_case(name: str, device: torch.device) -> None:
-    check_experts(SHARED_CASES[name], None, str(device))
+def test_shared_case(name: str, kernel: str, device: torch.device) -> None:
+    check_experts(SHARED_CASES[name], kernel, str(device))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -55,6 +63,42 @@ def test_fuzz(kernel: str, device: torch.device) -> None:
     # Interpreted kernels take seconds each.
     for seed in range(6 if kernel == "triton" and device.type == "cpu" else 30):
         check_experts(random_case(random.Random(seed), 100), kernel, str(device))
+
+
+# More of them: `dsl-backend verify --families experts`.
+@pytest.mark.parametrize("kernel", on_gpu("cute", "cute-overlapped"))
+@pytest.mark.parametrize("seed", range(4))
+def test_fuzz_on_a_gpu(seed: int, kernel: str, device: torch.device) -> None:
+    check_experts(random_layer(random.Random(seed), 700), kernel, str(device))
+
+
+@pytest.mark.parametrize("kernel", [REFERENCE, *on_gpu("cute", "cute-grouped", "cute-overlapped")])
+@pytest.mark.parametrize("name", ADDED_CASES)
+def test_sums_in_any_order(name: str, kernel: str, device: torch.device) -> None:
+    check_experts(ADDED_CASES[name], kernel, str(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["real-qwen3-16", "real-qwen3-1000"])
+def test_real(name: str, device: torch.device) -> None:
+    check_experts(REAL[name], None, str(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cute", "triton"])
+def test_offsets_past_32_bits(kernel: str, device: torch.device) -> None:
+    """As many tokens as there may be; their experts' results are 2^32 elements."""
+    tokens, experts, hidden, width = MAX_TOKENS, 16, 2048, 64
+    layer = ExpertsSpec(num_experts=experts, hidden_size=hidden, intermediate_size=width, topk=experts, dtype=BF16)
+    x = torch.randn(tokens, hidden, device=device).to(BF16)
+    w13 = torch.randn(experts, 2 * width, hidden, device=device).mul(hidden**-0.5).to(BF16)
+    w2 = torch.randn(experts, hidden, width, device=device).mul(width**-0.5).to(BF16)
+    ids = torch.rand(tokens, experts, device=device).argsort(dim=1).int()
+    weights = torch.rand(tokens, experts, device=device)
+    out = api.run(api.plan(layer, device, kernel=kernel), x, w13, w2, weights, ids)
+    for chosen in (slice(0, 4), slice(tokens // 2, tokens // 2 + 4), slice(tokens - 4, tokens)):
+        given = ExpertsOperands(x[chosen], w13, w2, weights[chosen], ids[chosen], None, None, None, out[chosen])
+        torch.testing.assert_close(out[chosen].double(), reference.exact(layer, given), rtol=2e-2, atol=4e-2)
 
 
 @needs_triton

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from experts_cases import SCHEDULES, SMS
+from gpu_kernels import skip_unless
 
 import emulator
 from dsl_backend.errors import InvalidInput, Unsupported
@@ -24,6 +25,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
     BF16,
     BLOCK_SCALED_CASES,
+    BLOCK_SCALED_REAL,
     MX,
     ExpertsCase,
     check_experts,
@@ -51,6 +53,13 @@ GPT_OSS = replace(
 @pytest.mark.parametrize("name", BLOCK_SCALED_CASES)
 def test_case(name: str) -> None:
     check_experts(BLOCK_SCALED_CASES[name], "reference", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*BLOCK_SCALED_CASES, *BLOCK_SCALED_REAL])
+def test_case_on_a_gpu(name: str, device: torch.device) -> None:
+    skip_unless("sm100", device)
+    check_experts({**BLOCK_SCALED_CASES, **BLOCK_SCALED_REAL}[name], "cute-block-scaled", str(device))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -24,7 +24,7 @@ from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import MX, ExpertsCase, judge, tensors
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 Problem = tuple[ExpertsCase, ExpertsConfig]
 # Ragged work tiles of three experts, k tiles and tiles of columns that are not whole.

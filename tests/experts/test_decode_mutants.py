@@ -18,7 +18,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import Target
 from emulator.errors import EmulatorError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, spoil_methods, spoilt
 
 KNOWN = {one.id: one for one in DECODED}
 # Two tiles of an expert's columns for a CTA, tokens without an expert, biases.
@@ -71,7 +71,7 @@ MISTAKES = [
             "sCount[0] = cutlass.max(count, 1)",
         ),
     ),
-    (MANY, Mistake("ranks of a warp", decode, "sExperts[count + cute.arch.popc", "sExperts[cute.arch.popc")),
+    (MANY, Mistake("ranks of a warp", decode, "place = count + cute.arch.popc", "place = cute.arch.popc")),
     (KNOWN["all-padding"], Mistake("no zeros", decode, "cutlass.max(count, 1)", "count")),
     (
         MANY,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from experts_cases import SCHEDULES, SMS, TARGETS
+from gpu_kernels import REFERENCE, on_gpu, skip_unless
 
 import emulator
 from dsl_backend.errors import InvalidInput, Unsupported
@@ -18,16 +19,26 @@ from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, SideBySideCo
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.gemm.sm100.configs import GemmConfig, PromotedConfig
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
+from dsl_backend.quant.format import (
+    BLOCK_SCALED,
+    GROUP_SCALED,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ROW_SCALED,
+    TENSOR_SCALED,
+    ScaledFormat,
+)
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.model import shape_of
-from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
     BF16,
     BLOCKS,
     SCALED_CASES,
+    SCALED_REAL,
     ExpertsCase,
     check_experts,
     judge,
@@ -36,12 +47,16 @@ from dsl_backend.testing.experts import (
 )
 from integration.quantization import BLOCKS as BLOCKS_CHECKPOINT
 from integration.quantization import CHANNELS as CHANNELS_CHECKPOINT
+from integration.quantization import MXFP4 as MXFP4_CHECKPOINT
+from integration.quantization import NVFP4 as NVFP4_CHECKPOINT
 
 needs_triton = pytest.mark.skipif(
     not (torch.cuda.is_available() or targets.triton_interpreted()),
     reason="no CUDA device, and TRITON_INTERPRET is off",
 )
-KERNELS = ["reference", pytest.param("triton", marks=needs_triton)]
+KERNELS = [REFERENCE, pytest.param("triton", marks=needs_triton)]
+# What serves them on a GPU, by its architecture.
+CUTE = {"cute-scaled": "sm90", "cute-scaled-sm100": "sm100"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -55,6 +70,36 @@ def test_case(name: str, kernel: str, device: torch.device) -> None:
 def test_fuzz(kernel: str, device: torch.device) -> None:
     for seed in range(6 if kernel == "triton" and device.type == "cpu" else 30):
         check_experts(random_scaled_case(random.Random(seed), 200), kernel, str(device))
+
+
+def check_served(case: ExpertsCase, kernel: str, device: torch.device) -> None:
+    """A kernel that refuses router weights on the input, and nothing else."""
+    if case.router_weights is RouterWeights.INPUT:
+        with pytest.raises(Unsupported, match="router weights on the input"):
+            check_experts(case, kernel, str(device))
+    else:
+        check_experts(case, kernel, str(device))
+
+
+@pytest.mark.parametrize("kernel", on_gpu(*CUTE))
+@pytest.mark.parametrize("name", SCALED_CASES)
+def test_case_on_a_gpu(name: str, kernel: str, device: torch.device) -> None:
+    skip_unless(CUTE[kernel], device)
+    check_served(SCALED_CASES[name], kernel, device)
+
+
+# More of them: `dsl-backend verify --families scaled_experts`.
+@pytest.mark.parametrize("kernel", on_gpu(*CUTE))
+@pytest.mark.parametrize("seed", range(6))
+def test_fuzz_on_a_gpu(seed: int, kernel: str, device: torch.device) -> None:
+    skip_unless(CUTE[kernel], device)
+    check_served(random_scaled_case(random.Random(seed), 700), kernel, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCALED_REAL)
+def test_real(name: str, device: torch.device) -> None:
+    check_experts(SCALED_REAL[name], None, str(device))
 
 
 @pytest.mark.parametrize("weight", [BLOCK_SCALED, ROW_SCALED])
@@ -89,7 +134,7 @@ def test_the_judge_finds_a_scale_of_another_block() -> None:
     [
         (
             {"weight": TENSOR_SCALED},
-            "is e4m3-tensor: one of None, e4m3-128x128, e4m3-row, mxfp8, mxfp4, nvfp4 is needed",
+            "is e4m3-tensor: one of None, e4m3-128x128, e4m3-row, mxfp8, mxfp4, nvfp4, mxfp4-tiled is needed",
         ),
         ({"x": ROW_SCALED}, "x is e4m3-row: e4m3-1x128 or None is needed with weights in e4m3-128x128"),
         ({"weight": None, "x": GROUP_SCALED}, "x is e4m3-1x128: None is needed with weights in bfloat16"),
@@ -172,6 +217,23 @@ MODEL = {
 SMALL_BLOCKS = BLOCKS_CHECKPOINT | {"weight_block_size": [64, 64]}
 
 
+def of_weights(inputs: bool = False, **facts: Any) -> dict[str, Any]:
+    """compressed-tensors' configuration of weights of these facts, with inputs of the same or in 16 bits."""
+    weights = {"type": "float", "symmetric": True, **facts}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights if inputs else None}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+def two_formats() -> dict[str, Any]:
+    """Weights in 8 bits beside ones in NVFP4."""
+    both = (CHANNELS_CHECKPOINT, of_weights(inputs=True, num_bits=4, strategy="tensor_group", group_size=16))
+    groups = {f"group_{i}": one["config_groups"]["group_0"] for i, one in enumerate(both)}
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
+MXFP8_CHECKPOINT = of_weights(inputs=True, num_bits=8, strategy="group", group_size=32, scale_dtype="torch.uint8")
+
+
 @pytest.mark.parametrize(
     ("quantization", "tensor_parallel", "found"),
     [
@@ -184,6 +246,11 @@ SMALL_BLOCKS = BLOCKS_CHECKPOINT | {"weight_block_size": [64, 64]}
             "quantization_config 'fp8' is not served: e4m3 with scales of 128x128 blocks",
         ),
         ({"quant_method": "awq"}, 1, "quantization_config 'awq' is not served"),
+        (of_weights(num_bits=8, strategy="block", block_structure=[64, 64]), 1, "quantization_config 'compressed"),
+        (of_weights(num_bits=8, strategy="group", group_size=32), 1, "quantization_config 'compressed-tensors' is not"),
+        (of_weights(num_bits=4, strategy="tensor_group", group_size=16), 1, "quantization_config 'compressed-tensors'"),
+        (two_formats(), 1, "quantization_config 'compressed-tensors' is not served"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1, "quantization_config 'modelopt' is not served"),
     ],
 )
 def test_what_a_models_configuration_says(quantization: dict[str, Any], tensor_parallel: int, found: Any) -> None:
@@ -202,6 +269,54 @@ def test_what_a_models_configuration_says(quantization: dict[str, Any], tensor_p
     assert [key.weight for key in keys] == [found] * 2, "tiles of 128 rows, and side by side"
     (reason,) = precompile.served_by_others(shape, from_arch("sm_100a")).values()
     assert "sm_100a" in reason[0]
+
+
+@pytest.mark.parametrize(
+    ("quantization", "weight"),
+    [
+        (MXFP4_CHECKPOINT, MXFP4),
+        (NVFP4_CHECKPOINT, NVFP4),
+        (of_weights(inputs=True, num_bits=4, strategy="tensor_group", group_size=16), NVFP4),
+        ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, MXFP8),
+        (MXFP8_CHECKPOINT, MXFP8),
+    ],
+)
+def test_kernels_that_are_named_are_compiled(quantization: dict[str, Any], weight: ScaledFormat) -> None:
+    """Of formats that no kernel serves by itself; without the name, `compile` says which one is needed."""
+    shape = shape_of(MODEL | {"quantization_config": quantization})
+    sm90, sm100 = map(from_arch, ("sm_90a", "sm_100a"))
+
+    def compiled(kernel: str | None, target: Target) -> tuple[set[str], list[str]]:
+        asked = replace(shape, experts_kernel=kernel)
+        units = list(precompile.precompile_specs(asked, target))
+        (reasons,) = precompile.served_by_others(asked, target).values() or [[]]
+        return {unit.build.__module__.rpartition(".")[2] for unit in units}, reasons
+
+    assert compiled("cute-block-scaled", sm100) == ({"block_scaled_host"}, [])
+    assert compiled(None, sm100) == (
+        set(),
+        [f"weights in {weight} need the kernel's name: --experts-kernel cute-block-scaled"],
+    )
+    units, (reason,) = compiled("cute-block-scaled", sm90)
+    assert not units
+    assert "sm_90a" in reason
+    if weight == MXFP4:
+        assert compiled("cute-weight-only", sm90) == ({"weight_only_host"}, [])
+        assert compiled(None, sm90)[1] == ["weights in mxfp4 need the kernel's name: --experts-kernel cute-weight-only"]
+    else:
+        units, (reason,) = compiled("cute-weight-only", sm90)
+        assert (units, reason) == (set(), f"weights in {weight}: this one's are in mxfp4-tiled")
+        assert "sm_90a" in compiled(None, sm90)[1][0]
+    with pytest.raises(InvalidInput, match="experts has no kernel 'fast': choose one of cute"):
+        compiled("fast", sm90)
+
+
+def test_a_named_kernel_of_a_model_in_16_bits_is_compiled() -> None:
+    shape = replace(shape_of(MODEL), experts_kernel="cute-decode")
+    units = list(precompile.precompile_specs(shape, from_arch("sm_90a")))
+    assert units
+    assert all(unit.key.decodes for unit in units)
+    assert not precompile.served_by_others(shape, from_arch("sm_90a"))
 
 
 QWEN3 = {"num_experts": 128, "hidden_size": 2048, "intermediate_size": 768}

@@ -53,6 +53,17 @@ def test_the_packages_own_file_is_whole() -> None:
     assert len(found) == len(json.loads(TUNED_CONFIGS.file.read_text())["records"])
 
 
+def test_the_packages_records_of_an_h200() -> None:
+    """By docs/performance/experts.md: gpt-oss-20b's sizes are faster from 129 tokens on, and not clearly with 32."""
+    measurement = TUNED_CONFIGS.read(TUNED_CONFIGS.file)[0][0].measurement
+    h200 = replace(from_arch("sm_90a"), gpu="NVIDIA H200", chip=measurement.chip)
+    sizes = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "topk": 4}
+    layer = replace(SPEC, **sizes)
+    tokens = (1, 8, 9, 32, 128, 129, 512, 2048, 8192, 1 << 17)
+    assert [n for n in tokens if is_faster(n, layer, h200)] == [1, 8, 129, 512, 2048, 8192, 1 << 17]
+    assert not faster(replace(layer, global_experts=32), h200)
+
+
 def test_ranges(measured: Callable[..., None]) -> None:
     measured(record(1, 1), record(513, 2048))
     assert [(one.least_rows, one.most_rows) for one in faster(SPEC, TARGET)] == [(1, 1), (513, 2048)]

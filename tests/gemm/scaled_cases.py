@@ -418,7 +418,7 @@ def random_scaled(seed: int) -> ScaledEmulated:
         if isinstance(config, ScaledSmallMConfig):
             case = replace(case, rows=draw.randint(1, 100))
         # Where the kernel does not quantise, and sometimes where it could, a launch of its own does.
-        beside = case.out_kind in scaled_configs.QUANTISED_BESIDE and bool(
+        beside = case.spec.may_be_quantised_beside and bool(
             config.objections(case.spec, SMEM_BYTES) or draw.random() < 0.3
         )
         found = ScaledEmulated(

@@ -2,6 +2,7 @@
 """Problems of quantised operands for SM100's kernels, with tiles small enough for the emulator."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,13 +10,17 @@ import torch
 import emulator
 from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
-from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.scaled import QUANTISED_BESIDE, ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
 from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig, ScaledSmallMConfig
+from dsl_backend.linear.scaled.cute.host import run_both
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import E2M1_MAX, NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
+from dsl_backend.quant.cute import host as quantising
+from dsl_backend.quant.format import E2M1_MAX, MXFP8, NVFP4, TENSOR_SCALED, ScaledFormat, scaled_format
 from dsl_backend.quant.reference import (
+    LEAST_OF_GROUP,
     Quantized,
+    column_major,
     dequantized,
     mma_dequantized,
     mma_quantized,
@@ -56,6 +61,12 @@ class Emulated:
     config: GemmConfig | ScaledSmallMConfig
     sms: int = SMS
 
+    @property
+    def products(self) -> ScaledLinearSpec:
+        """What the GEMM computes: in float32 where another launch quantises the output."""
+        spec = self.case.spec
+        return spec.in_float32 if spec.may_be_quantised_beside else spec
+
 
 GLOBAL_SCALES = (0.007, 0.3)
 
@@ -68,10 +79,48 @@ def mma_tensors(case: ScaledCase, kind: ScaledFormat) -> tuple[Tensors, Tensors,
     for matrix, global_scale in zip(plain[:2], global_scales, strict=True):
         spread = dequantized(matrix) * 2.0 ** (torch.arange(matrix.values.shape[1]) // 16 % 7 - 3)
         quantized = mma_quantized(spread, kind, global_scale)
+        if matrix is plain.x and case.special:
+            quantized = planted(quantized)
+        if matrix is plain.weight and case.special_weights:
+            quantized = with_scales(quantized, lambda scale: scale[0, 0].fill_(torch.nan))
+            quantized = with_scales(quantized, lambda scale: scale[-1, -1].fill_(LEAST[kind]))
         stored.append(quantized)
         meant.append(Quantized(mma_dequantized(quantized, global_scale), torch.ones(1), TENSOR_SCALED))
     alpha = torch.tensor([GLOBAL_SCALES[0] * GLOBAL_SCALES[1]]) if kind == NVFP4 else None
-    return Tensors(*stored, plain.bias, None), Tensors(*meant, plain.bias, None), alpha
+    rest = plain.bias, plain.out_scale
+    return Tensors(*stored, *rest), Tensors(*meant, *rest), alpha
+
+
+# The least scale of a block, which is denormal where its format has such.
+LEAST = {MXFP8: 2.0**-127, NVFP4: 2.0**-9}
+
+
+def with_scales(matrix: Quantized, change: Callable[[torch.Tensor], object]) -> Quantized:
+    """The matrix with other scales of blocks; `change` writes them into [rows, blocks], float32."""
+    values, scale, kind = matrix
+    rows, columns = values.shape[0], values.shape[1] * kind.packed
+    assert kind.block_columns is not None
+    found = unswizzled(scale, rows, -(-columns // kind.block_columns)).float()
+    change(found)
+    return matrix._replace(scale=swizzled(found.to(kind.scales)))
+
+
+def planted(x: Quantized) -> Quantized:
+    """Rows of x with values of 0, and with scales that are NaN, the least, the largest and, where there is one, 0.
+
+    A row's first block alone has the scale that is NaN: all of its sums are NaN.
+    """
+    x.values.view(torch.uint8)[1::7] = 0
+    if x.kind == MXFP8:
+        x.values[4::7, -1] = torch.nan
+
+    def change(scale: torch.Tensor) -> None:
+        scale[0::7, 0] = torch.nan
+        scale[2::7] = LEAST[x.kind]
+        scale[3::7] = 448.0 if x.kind == NVFP4 else 2.0**100
+        scale[5::7] = 0.0 if x.kind == NVFP4 else 2.0**-126
+
+    return with_scales(x, change)
 
 
 def operands_of(case: ScaledCase) -> tuple[Tensors, Tensors, torch.Tensor | None]:
@@ -84,33 +133,58 @@ def operands_of(case: ScaledCase) -> tuple[Tensors, Tensors, torch.Tensor | None
 
 def whole_scale(budget: Budget) -> torch.Tensor:
     """NVFP4's scale of a whole matrix: its largest magnitude has the largest block scale."""
-    return (budget.exact.abs().amax() / (E2M1_MAX * 448)).float().view(1)
+    largest = budget.exact.nan_to_num(0.0, 0.0, 0.0).abs().amax().clamp(min=2.0**-60)
+    return (largest / (E2M1_MAX * 448)).float().view(1)
 
 
 def outputs(
     case: ScaledCase, spec: ScaledLinearSpec, given: torch.Tensor | None, budget: Budget
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The output, its scales, and NVFP4's scale of the whole; padding of scales must stay 0."""
+    """The output, its scales, and NVFP4's scale of the whole. Only padding of columns is 0 before."""
     if spec.out is None or not spec.out.swizzled:
-        return torch.zeros(case.rows, case.n, dtype=spec.dtypes.out), given, None
+        out = torch.zeros(case.rows, case.n, dtype=spec.dtypes.out)
+        if spec.out in QUANTISED_BESIDE:
+            shape = spec.out.scale_shape(case.rows, case.n)
+            if len(shape) == 1:
+                return out, torch.full(shape, torch.nan), None
+            return out, column_major(*shape, spec.out.scales, out.device).fill_(torch.nan), None
+        return out, given, None
     out = torch.full((case.rows, case.n // spec.out.packed), 77, dtype=torch.uint8).view(spec.out.values)
     assert spec.out.block_columns is not None
     blocks = -(-case.n // spec.out.block_columns)
-    scale = swizzled(torch.full((case.rows, blocks), 77, dtype=torch.uint8)).view(spec.out.scales)
+    rows = spec.out.scale_shape(case.rows, case.n)[0]
+    scale = swizzled(torch.full((rows, blocks), 77, dtype=torch.uint8)).view(spec.out.scales)
     return out, scale, whole_scale(budget) if spec.out == NVFP4 else None
 
 
 def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
-    """Raises AssertionError where a quantised output in MXFP8 or NVFP4 is wrong: values, scales, scales of padding."""
+    """Raises AssertionError where a quantised output in MXFP8 or NVFP4 is wrong: values, scales, scales of padding.
+
+    A NaN is one in MXFP8; in NVFP4 the scale of its block is. An infinity makes the scale of a block in MXFP8 NaN; in
+    NVFP4 it is the largest number.
+    """
     kind, (exact, error) = found.kind, budget
     assert kind.block_columns is not None
+    infinite = exact.abs() > torch.finfo(torch.float32).max
+    special = exact.isnan() if kind == NVFP4 else infinite
+    lost = torch.nn.functional.pad(special, (0, -case.n % kind.block_columns))
+    lost = lost.view(case.rows, -1, kind.block_columns).any(2)
+    error = torch.where(exact.isfinite() & ~infinite, error, 0.0)
     width, whole = kind.block_columns, float(whole_scale(budget)) if kind == NVFP4 else 1.0
     blocks = -(-case.n // width)
-    raw = unswizzled(found.scale, case.rows, found.scale.shape[1])
-    assert not raw.view(torch.uint8)[:, blocks:].any(), "scales of padding are not 0"
-    scale = raw[:, :blocks].float().double()
-    padded = torch.nn.functional.pad(exact.abs(), (0, -case.n % width)).view(case.rows, blocks, width)
-    wanted = padded.amax(2) / (kind.largest * whole)
+    raw = unswizzled(found.scale, *found.scale.shape)
+    for padding in (raw[:, blocks:], raw[case.rows :]):
+        assert not padding.view(torch.uint8).any(), "scales of padding are not 0"
+    scale = raw[: case.rows, :blocks].float().double()
+    assert scale.isnan().equal(lost), f"{case}: {int((scale.isnan() != lost).sum())} scales are wrongly NaN or not"
+    scale = torch.where(lost, 1.0, scale)
+    of_lost = lost.repeat_interleave(width, 1)[:, : case.n]
+    exact = torch.where(of_lost, 0.0, exact)
+    largest = torch.nn.functional.pad(exact.nan_to_num(0.0, torch.inf).abs(), (0, -case.n % width))
+    largest = largest.view(case.rows, blocks, width).amax(2)
+    least = 0.0 if kind == NVFP4 else LEAST_OF_GROUP
+    wanted = (largest.clamp(min=least) / (kind.largest * whole)).clamp(max=448.0 if kind == NVFP4 else torch.inf)
+    wanted = torch.where(lost, 1.0, wanted)
     tolerance = torch.nn.functional.pad(error, (0, -case.n % width)).view(case.rows, blocks, width).amax(2) / whole
     if kind == NVFP4:
         # Half a step of e4m3, of denormal ones 2^-10.
@@ -126,7 +200,12 @@ def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
     allowed = torch.zeros_like(exact)
     for limit, half_step in reversed(half_steps):
         allowed = torch.where(magnitude <= limit * (1 + 1e-6), half_step, allowed)
-    wrong = (values * unit - exact).abs() > unit * allowed * (1 + 1e-5) + error + (unit == 0) * exact.abs()
+    nan = exact.isnan()
+    assert kind == NVFP4 or nan.equal(values.isnan() & ~of_lost), f"{case}: values are wrongly NaN or not"
+    # What is infinite in NVFP4 is saturated.
+    reached = exact.clamp(-kind.largest * unit, kind.largest * unit) if kind == NVFP4 else exact
+    wrong = (values * unit - reached).abs() > unit * allowed * (1 + 1e-5) + error + (unit == 0) * exact.abs()
+    wrong &= ~(nan | of_lost)
     assert not wrong.any(), f"{case}: {int(wrong.sum())} of {wrong.numel()} values are wrong"
 
 
@@ -135,15 +214,20 @@ def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
     case, spec = one.case, one.case.spec
     given, meant, alpha = operands_of(case)
     budget = budget_of(case, meant)
-    assert one.config.objections(spec, SMEM_BYTES) == []
+    assert one.config.objections(one.products, SMEM_BYTES) == []
     out, out_scale, out_global = outputs(case, spec, given.out_scale, budget)
     matrices = given.x.values, given.x.scale, given.weight.values, given.weight.scale
     operands = ScaledOperands(*matrices, given.bias, out, out_scale, alpha, out_global)
     workspace = Workspace(torch.device("cpu"))
     with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
-        key = scaled_host.key_of(spec, one.config, spec.column_major)
+        key = scaled_host.key_of(one.products, one.config, spec.column_major)
         function = scaled_host.build(scaled_configs.kernel(key), key, from_arch("sm_100a"))
-        scaled_host.run(function, one.config, operands, one.sms, workspace)
+        if one.products.wide:
+            assert spec.out is not None
+            second = quantising.build(spec.out, from_arch("sm_100a"))
+            run_both(function, second, one.config, one.sms, workspace, operands)
+        else:
+            scaled_host.run(function, one.config, operands, one.sms, workspace)
     assert not workspace.flags(0).any(), "a flag was left set"
     if spec.out is not None and spec.out.swizzled:
         assert out_scale is not None
@@ -342,6 +426,42 @@ CASES = [
         case=replace(NV, rows=140, n=96, k=544, to="nvfp4", bias=True),
         config=SCALED_64,
     ),
+    Emulated(
+        id="rows-to-rows",
+        why="float32 through rows of 128 bytes, quantised by another launch; two CTAs, edges ragged",
+        case=replace(GATED, rows=300, n=80, k=272, bias=True, to="e4m3-row"),
+        config=GemmConfig(box_n=64, stages=2, two_cta=True),
+    ),
+    Emulated(
+        id="blocks-to-groups",
+        why="the same of sums in registers; the last group is a part of one",
+        case=replace(GATED, rows=150, n=192, k=272, to="e4m3-1x128", **BLOCKED),
+        config=PROMOTED,
+    ),
+    Emulated(
+        id="mxfp8-special",
+        why="scale factors that are NaN, least and largest; a NaN in x; rows of zeros; all of it in MXFP8",
+        case=replace(MX, activation=Swiglu(), rows=150, n=128, k=272, special=True, special_weights=True, to="mxfp8"),
+        config=replace(SCALED_128, two_cta=True),
+    ),
+    Emulated(
+        id="nvfp4-special",
+        why="scale factors that are NaN, denormal, 0 and largest; a block with a NaN in NVFP4",
+        case=replace(NV, rows=40, n=96, k=544, special=True, special_weights=True, to="nvfp4"),
+        config=SCALED_64,
+    ),
+    Emulated(
+        id="rows-special-to-mxfp8",
+        why="sums that are NaN and infinite in MXFP8",
+        case=replace(PLAIN, rows=20, n=80, k=272, special=True, to="mxfp8"),
+        config=GemmConfig(box_n=32, stages=2),
+    ),
+    Emulated(
+        id="rows-special-to-nvfp4",
+        why="the same in NVFP4",
+        case=replace(PLAIN, rows=20, n=96, k=272, special=True, to="nvfp4"),
+        config=GemmConfig(box_n=32, stages=2),
+    ),
     # --- few rows: weights are the products' M ---
     Emulated(
         id="few", why="ragged edges; CTAs share tiles", case=replace(PLAIN, rows=13, n=528, bias=True), config=FEW
@@ -374,6 +494,19 @@ CASES = [
         config=FEW,
     ),
     Emulated(
+        id="few-to-rows",
+        why="float32, quantised by another launch",
+        case=replace(GATED, rows=13, n=144, k=272, to="e4m3-row"),
+        config=FEW,
+        sms=3,
+    ),
+    Emulated(
+        id="few-nvfp4-special",
+        why="scale factors of x and of weights that are NaN, denormal, 0 and largest",
+        case=replace(NV, rows=20, n=144, k=544, special=True, special_weights=True),
+        config=FEW_32,
+    ),
+    Emulated(
         id="few-mxfp8",
         why="scale factors of both boxes; the second rows of tiles begins within 128 rows' factors; a bias",
         case=replace(PLAIN, rows=70, n=272, x="mxfp8", weight="mxfp8", bias=True),
@@ -397,6 +530,23 @@ CASES = [
 ]
 
 
+def random_mma(draw: random.Random, case: ScaledCase) -> ScaledCase:
+    """A random layer in a format whose scale factors the matrix products apply."""
+    kind = draw.choice(("mxfp8", "nvfp4"))
+    multiple = 16 if kind == "mxfp8" else 32
+    n = case.n if case.activation is None else -(-case.n // 128) * 128
+    found = replace(case, x=kind, weight=kind, n=n, k=-(-case.k // multiple) * multiple)
+    return replace(found, interleaved=False, pad_weight=0, row_major=False)
+
+
+def random_output(draw: random.Random, case: ScaledCase, config: GemmConfig) -> ScaledCase:
+    """The case with an output in a random format that its kernel has."""
+    to = draw.choice(("", "", "e4m3-tensor", "mxfp8", "nvfp4", "e4m3-row", "e4m3-1x128"))
+    found = replace(case, to=to, n=-(-case.n // 32) * 32 if to == "nvfp4" else case.n)
+    one = Emulated(id="", why="", case=found, config=config)
+    return found if not config.objections(one.products, SMEM_BYTES) else replace(case, to="")
+
+
 def random_emulated(seed: int) -> Emulated:
     """A small problem; the same for the same seed."""
     draw = random.Random(f"quantised operands for SM100 {seed}")
@@ -404,13 +554,7 @@ def random_emulated(seed: int) -> Emulated:
     more = {"stages": draw.randint(2, 4), "two_cta": draw.random() < 0.5, "band": draw.randint(1, 4)}
     config: GemmConfig
     if draw.random() < 0.4:
-        kind = draw.choice(("mxfp8", "nvfp4"))
-        more["stages"] = draw.randint(2, 3)
-        multiple = 16 if kind == "mxfp8" else 32
-        case = replace(case, k=-(-case.k // multiple) * multiple, interleaved=False, pad_weight=0, special=False)
-        case = replace(case, x=kind, weight=kind, row_major=False, special_weights=False)
-        if case.activation is not None:
-            case = replace(case, n=-(-case.n // 128) * 128)
+        case, more["stages"] = random_mma(draw, case), draw.randint(2, 3)
         config = BlockScaledConfig(box_n=128 if case.activation is not None else draw.choice((64, 128)), **more)
     elif scaled_format(case.x).blocked:
         config = PromotedConfig(box_n=draw.choice((16, 32, 64)), **more)
@@ -418,6 +562,7 @@ def random_emulated(seed: int) -> Emulated:
             case = replace(case, n=-(-case.n // 64) * 64)
     else:
         config = GemmConfig(box_n=draw.choice((16, 32, 64, 96)), **more)
+    case = random_output(draw, case, config)
     return Emulated(
         id=f"fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=draw.choice((2, 4, 6))
     )
@@ -426,17 +571,12 @@ def random_emulated(seed: int) -> Emulated:
 def random_few(seed: int) -> Emulated:
     """A small problem of few rows; the same for the same seed."""
     draw = random.Random(f"few rows of quantised operands for SM100 {seed}")
-    case = replace(random_case(draw, 320), to=draw.choice(("", "", "e4m3-tensor")))
+    case = replace(random_case(draw, 320), to=draw.choice(("", "", "e4m3-tensor", "e4m3-row")))
     case = replace(case, rows=min(case.rows, draw.choice((1, 16, 40, 150))))
     tokens, num_splits = draw.choice((16, 32, 64, 128)), 1
     if draw.random() < 0.5:
-        kind = draw.choice(("mxfp8", "nvfp4"))
-        multiple = 16 if kind == "mxfp8" else 32
-        case = replace(case, k=-(-case.k // multiple) * multiple, interleaved=False, pad_weight=0, special=False)
-        case = replace(case, x=kind, weight=kind, row_major=False, special_weights=False, to="")
+        case = replace(random_mma(draw, case), to="" if case.to == "e4m3-row" else case.to)
         tokens = draw.choice((32, 64))
-        if case.activation is not None:
-            case = replace(case, n=-(-case.n // 128) * 128)
     elif scaled_format(case.x).blocked:
         case = replace(case, x="e4m3-row", weight="e4m3-row", row_major=False)
     if case.k > 256 and draw.random() < 0.3 and tokens < 128 and not case.spec.x.swizzled:

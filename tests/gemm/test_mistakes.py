@@ -8,13 +8,14 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+from cutlass.cute.nvgpu import warpgroup as wgmma
 from gemm_cases import CASES, Emulated, emulate
 
 from dsl_backend.gemm import epilogue, host, small_m
-from dsl_backend.gemm.sm90 import swap_ab
-from dsl_backend.runtime import toolkit
-from emulator.errors import EmulatorError, HostError
-from tests.attention.mistakes import Mistake, spoilt
+from dsl_backend.gemm.sm90 import gemm, swap_ab
+from dsl_backend.primitives.accumulators import fence_operand
+from emulator.errors import EmulatorError, FindingsError, HostError
+from tests.mistakes import Mistake, compile_again, spoilt
 
 # A tile of several shares, with SwiGLU.
 (CASE,) = (one for one in CASES if one.id == "small-m")
@@ -24,6 +25,8 @@ from tests.attention.mistakes import Mistake, spoilt
 UNEVEN = next(one for one in CASES if one.id == "split-k-uneven")
 # A tile that is stored in two pieces, with a bias.
 (SWAP_AB,) = (one for one in CASES if one.id == "swap-ab-wide")
+# Consumers that take turns, with several tiles each.
+(PINGPONG,) = (one for one in CASES if one.id == "pingpong-turns")
 BARRIER = "        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=WARPGROUP)\n"
 THREAD_0 = "        if thread == 0"
 RESET = 'cute.arch.store(flag, cutlass.Int32({}), sem="relaxed"'
@@ -59,12 +62,7 @@ QUICK = ("a flag without release", "partial sums are not awaited", "a store with
 
 @pytest.fixture(autouse=True)
 def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached kernels have other source."""
-
-    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
-        return toolkit.compiled(kernel, arguments, target.arch, "")
-
-    monkeypatch.setattr(host, "compile_kernel", compile_kernel)
+    compile_again(monkeypatch, host)
 
 
 def run(one: Emulated = CASE) -> None:
@@ -127,3 +125,19 @@ def test_mistake_in_swapped_operands_is_found(
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         run(SWAP_AB)
     assert not isinstance(raised.value, HostError), "it ran"
+
+
+def test_consumers_that_take_no_turns_may_confuse_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage comes round in the other consumer's tile, whose end a consumer has no other way to know."""
+
+    def finish_mainloop(
+        self: gemm.Gemm, pipeline: Any, acc: Any, tile: Any, tiles: Any, k_tiles: Any, group: Any, thread: Any
+    ) -> None:
+        wgmma.wait_group(0)
+        fence_operand(acc)
+        pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
+
+    monkeypatch.setattr(gemm.Gemm, "await_order", lambda *given: None)
+    monkeypatch.setattr(gemm.Gemm, "finish_mainloop", finish_mainloop)
+    with pytest.raises(FindingsError, match="a wait for phase"):
+        emulate(PINGPONG, "eager")

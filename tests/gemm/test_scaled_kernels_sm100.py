@@ -2,6 +2,7 @@
 """SM100's kernels of quantised operands on the emulator: right, and without a finding."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ pytest.importorskip("cutlass")
 
 from scaled_cases_sm100 import (
     CASES,
+    GATED,
     PROMOTED,
     SCALED_64,
     SCALED_128,
@@ -28,10 +30,10 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
 from dsl_backend.gemm.sm100.configs import ScaledSmallMConfig
 from dsl_backend.gemm.spec import Rows
-from dsl_backend.linear.scaled import dispatch
+from dsl_backend.linear.scaled import api, dispatch, eager
 from dsl_backend.linear.scaled.cute import host
-from dsl_backend.quant.format import MXFP8
-from dsl_backend.quant.reference import dequantized, in_mxfp8, mma_dequantized
+from dsl_backend.quant.format import MXFP8, NVFP4, ScaledFormat
+from dsl_backend.quant.reference import dequantized, in_mxfp8, mma_dequantized, mma_quantized
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.scaled import Outputs, budget_of, check_outputs, tensors
@@ -126,6 +128,34 @@ def test_bound_by_the_table() -> None:
     check_outputs(one.case, Outputs(out, None), budget_of(one.case, given))
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", [MXFP8, NVFP4], ids=str)
+def test_a_gated_layer_quantises_for_the_next_one(monkeypatch: pytest.MonkeyPatch, kind: ScaledFormat) -> None:
+    """By the API, as linked layers of a model: SM100's kernels and the reference agree."""
+    generator = torch.Generator().manual_seed(6)
+    x, gate_up, down = (
+        mma_quantized(torch.randn(rows, k, generator=generator) * k**-0.25, kind, 0.002 if kind == NVFP4 else 1.0)
+        for rows, k in ((5, 64), (256, 64), (48, 128))
+    )
+    whole = torch.tensor([0.002]) if kind == NVFP4 else None
+    alpha = None if whole is None else whole * whole
+
+    def layers(arch: str, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+        monkeypatch.setattr(eager, "targets", SimpleNamespace(detect=lambda device: from_arch(arch)))
+        monkeypatch.setattr(eager, "_known", {})
+        hidden = api.scaled_linear_quantized(
+            x, gate_up, activation=Swiglu(), to=kind, out_scale=whole, alpha=alpha, kernel=kernel
+        )
+        out = api.scaled_linear(hidden, down, alpha=alpha, kernel=kernel)
+        return mma_dequantized(hidden, 1.0 if whole is None else 0.002), out.double()
+
+    with emulator.device(arch="sm_100a", sms=2, schedule="lazy", strict=True):
+        found = layers("sm_100a", "cute-sm100")
+    for ours, wanted in zip(found, layers("cpu", "reference"), strict=True):
+        # A value in the middle of two may be rounded to either.
+        assert (ours - wanted).norm() <= 0.02 * wanted.norm()
+
+
 def test_few_rows_have_tiles_of_their_own() -> None:
     """But not where a row's bits must not depend on the others: stream-K splits sums by the number of tiles."""
     target = from_arch("sm_100a")
@@ -135,6 +165,28 @@ def test_few_rows_have_tiles_of_their_own() -> None:
     assert not isinstance(host.chosen(spec, 300, target).config, ScaledSmallMConfig)
     invariant = replace(spec, batch_invariant=True)
     assert not any(isinstance(one.config, ScaledSmallMConfig) for one in host.choices(invariant, target))
+
+
+@pytest.mark.parametrize(("x", "weight"), [("e4m3-row", "e4m3-row"), ("e4m3-1x128", "e4m3-128x128")])
+def test_scales_of_rows_and_groups_take_two_launches(x: str, weight: str) -> None:
+    target = from_arch("sm_100a")
+    spec = replace(GATED, n=256, x=x, weight=weight, to=x).spec
+    assert dispatch.choose(spec, target, "cute-sm100").name == "cute-sm100"
+    found = host.choices(spec, target)
+    assert found
+    assert all(one.spec.wide for one in found)
+    assert len(list(host.precompile_specs(spec, host.chosen(spec, 64, target), target))) == 2
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "nvfp4"])
+def test_scales_of_blocks_take_one_launch(kind: str) -> None:
+    target = from_arch("sm_100a")
+    case = replace(GATED, n=256, k=544, x=kind, weight=kind, to=kind)
+    found = host.choices(case.spec, target)
+    assert found
+    assert not any(one.spec.wide for one in found)
+    with pytest.raises(Unsupported, match="out is e4m3-row: float16, bfloat16, e4m3-tensor, mxfp8, nvfp4 are possible"):
+        dispatch.choose(replace(case, to="e4m3-row").spec, target, "cute-sm100")
 
 
 def test_objections() -> None:

@@ -9,18 +9,21 @@ import pytest
 
 pytest.importorskip("cutlass")
 
+import scaled_cases
+import torch
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from scaled_cases import CASES, PLAIN, SMALL, ScaledEmulated, emulate, judge, run
+from scaled_cases import CASES, PLAIN, SMALL, SMALL_M, ScaledEmulated, emulate, judge, run
 
 from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.sm90 import scaled_gemm, scaled_small_m
 from dsl_backend.gemm.sm90.gemm import Gemm
+from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.quant.cute import host as quantising
 from dsl_backend.quant.cute import kernel as quantise
-from dsl_backend.runtime import toolkit
+from dsl_backend.testing.scaled import ScaledCase, Tensors, blocked, tensors
 from emulator.errors import EmulatorError, HostError
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, compile_again, spoilt
 
 BY_ID = {one.id: one for one in CASES}
 WAIT = "            wgmma.wait_group(0)\n            fence_operand(acc)\n"
@@ -168,7 +171,7 @@ MISTAKES = (
     ),
     (
         "to-groups-few",
-        Mistake("the group before", quantise, "scale[row, item % groups] =", "scale[row, item % groups // 2] ="),
+        Mistake("the group before", quantise, "scale[row, group] =", "scale[row, group // 2] ="),
     ),
     (
         "to-groups-few",
@@ -200,8 +203,8 @@ MISTAKES = (
         Mistake(
             "few: the first box's scale twice",
             scaled_small_m,
-            "scales[2 + i] * scales[box]",
-            "scales[2 + i] * scales[0]",
+            "scales[box * self.box_scales",
+            "scales[0 * self.box_scales",
         ),
     ),
     (
@@ -223,13 +226,7 @@ QUICK = ("a part of k replaces the sums",)
 
 @pytest.fixture(autouse=True)
 def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached kernels have other sources."""
-
-    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
-        return toolkit.compiled(kernel, arguments, target.arch, "")
-
-    for module in (scaled_host, quantising):
-        monkeypatch.setattr(module, "compile_kernel", compile_kernel)
+    compile_again(monkeypatch, scaled_host, quantising)
 
 
 @pytest.mark.parametrize(
@@ -259,13 +256,47 @@ class Unpromoted(scaled_gemm.ScaledGemm):
         pipeline.warpgroup_release(start + k_tiles - 1, thread)
 
 
+class UnpromotedBlocks(scaled_gemm.ScaledGemm):
+    """The same where all blocks have the same scale, by which the whole sum is multiplied."""
+
+    def mainloop_of_blocks(self, params, acc, total, tCrX, tCrW, pipeline, start, row, n_tile, thread):
+        Unpromoted.promoted_mainloop(self, acc, total, tCrX, tCrW, pipeline, start, self.k_tiles(params), thread)
+        total.store(total.load() * (params.mXScale[0, 0] * params.mWeightScale[0, 0]))
+
+
+class UnpromotedFew(scaled_small_m.ScaledSmallMGemm):
+    """All of a CTA's k in wgmma's own accumulators."""
+
+    mainloop = SmallMGemm.mainloop
+
+
+DEEP = replace(PLAIN, rows=3, n=16, k=16384, seed=3)
+DEEP_SMALL = replace(SMALL, box_n=16)
+DRIFTS: dict[str, tuple[ScaledCase, Any, type]] = {
+    "promoted every 128": (DEEP, replace(DEEP_SMALL, promotion=1), Unpromoted),
+    "promoted every 512": (DEEP, replace(DEEP_SMALL, promotion=4), Unpromoted),
+    "blocks": (blocked(3, 16, 16384, seed=3, row_major=True), DEEP_SMALL, UnpromotedBlocks),
+    "few rows": (DEEP, SMALL_M, UnpromotedFew),
+}
+
+
+def with_one_scale(case: ScaledCase, device: str) -> Tensors:
+    """The tensors of a case, whose blocks all have the same scale."""
+    given = tensors(case, device)
+    x, weight = (one._replace(scale=torch.full_like(one.scale, 2.0**-8)) for one in given[:2])
+    return given._replace(x=x, weight=weight)
+
+
 @pytest.mark.rest
-def test_long_sums_do_not_drift() -> None:
+@pytest.mark.parametrize("kind", DRIFTS)
+def test_long_sums_do_not_drift(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """16384 columns: promoted they are within the budget, and never promoted they are not."""
-    case = replace(PLAIN, rows=3, n=16, k=16384, seed=3)
-    for promotion in (1, 4):
-        one = ScaledEmulated(id="deep", why="drift", case=case, config=replace(SMALL, box_n=16, promotion=promotion))
-        emulate(one, "eager")
-        found = run(one, "eager", kernel=Unpromoted)
-        with pytest.raises(AssertionError):
-            judge(case, found, promotion)
+    case, config, unpromoted = DRIFTS[kind]
+    if case.spec.x.blocked:
+        monkeypatch.setattr(scaled_cases, "tensors", with_one_scale)
+    # One CTA has all of k.
+    one = ScaledEmulated(id="deep", why="drift", case=case, config=config, sms=1)
+    emulate(one, "eager")
+    found = run(one, "eager", kernel=unpromoted)
+    with pytest.raises(AssertionError, match="further from the oracle"):
+        judge(case, found, config.promotion)

@@ -2,7 +2,6 @@
 """The emulator and the judge find mistakes in the source of SM100's GEMMs of quantised operands."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,11 +11,11 @@ from scaled_cases_sm100 import CASES, Emulated, emulate
 
 from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm import scaled_small_m as scaled_small
-from dsl_backend.gemm.sm100 import block_scaled_gemm, promoted_gemm, scaled_configs, scaled_gemm, scaled_small_m
+from dsl_backend.gemm.sm100 import block_scaled_gemm, gemm, promoted_gemm, scaled_configs, scaled_gemm, scaled_small_m
 from dsl_backend.primitives import narrow_mma
-from dsl_backend.runtime import toolkit
+from dsl_backend.quant.cute import blocks
 from emulator.errors import EmulatorError, HostError
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, compile_again, spoilt
 
 CLASSES = {
     block_scaled_gemm: "BlockScaledGemm",
@@ -79,18 +78,31 @@ MISTAKES = (
     ),
     ("few", Mistake("few: the other box's scale", scaled_small, "of_column[2] * x_scale", "of_column[3] * x_scale")),
     ("nvfp4-to-nvfp4", Mistake("scales of the next 32 rows", scaled_gemm, "row % 32 * 16", "(row + 1) % 32 * 16")),
+    (
+        "nvfp4-to-nvfp4",
+        Mistake(
+            "scales of padding are not written", scaled_gemm, "if row < rows and", "if row < params.mOut.shape[0] and"
+        ),
+    ),
+    (
+        "nvfp4-special",
+        Mistake("NVFP4: a NaN is left out", blocks, "tree_reduce(magnitudes, fmax_nan)", "tree_max(magnitudes)"),
+    ),
+    (
+        "rows-special-to-mxfp8",
+        Mistake("MXFP8: an infinity's scale is a number", blocks, "cutlass.Int32(NAN_E8M0)", "cutlass.Int32(253)"),
+    ),
+    (
+        "rows-to-rows",
+        Mistake("float32: half of the columns twice", gemm, "self.out_bytes(first + start)", "self.out_bytes(first)"),
+    ),
 )
 QUICK = "the next group's scales"
 
 
 @pytest.fixture(autouse=True)
 def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached kernels have other source."""
-
-    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
-        return toolkit.compiled(kernel, arguments, target.arch, "")
-
-    monkeypatch.setattr(scaled_host, "compile_kernel", compile_kernel)
+    compile_again(monkeypatch, scaled_host)
 
 
 def run(one: Emulated) -> None:
@@ -107,8 +119,12 @@ def test_mistake_is_found(case: str, mistake: Mistake, tmp_path: Path, monkeypat
     if mistake.module is narrow_mma:
         monkeypatch.setattr(block_scaled_gemm, "NarrowMma", module.NarrowMma)
     elif mistake.module is scaled_gemm:
-        for name in ("stage_out", "block_scale", "store_scale"):
+        for name in ("stage_out", "store_scale"):
             monkeypatch.setattr(scaled_gemm.ScaledGemm, name, getattr(module.ScaledGemm, name))
+    elif mistake.module is blocks:
+        monkeypatch.setattr(scaled_gemm, "block_scale", module.block_scale)
+    elif mistake.module is gemm:
+        monkeypatch.setattr(gemm.Gemm, "stage_out", module.Gemm.stage_out)
     elif mistake.module is scaled_small:
         monkeypatch.setattr(scaled_small.ScaledSmallMBase, "sums", module.ScaledSmallMBase.sums)
     else:

@@ -3,7 +3,6 @@
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -13,9 +12,8 @@ from weight_only_cases import CASES, emulate
 
 from dsl_backend.gemm import weight_only_host
 from dsl_backend.gemm.sm90 import unpacking, weight_only_gemm, weight_only_small_m
-from dsl_backend.runtime import toolkit
 from emulator.errors import EmulatorError, HostError
-from tests.attention.mistakes import Mistake, spoil_methods, spoilt
+from tests.mistakes import Mistake, compile_again, spoil_methods, spoilt
 
 BY_ID = {one.id: one for one in CASES}
 
@@ -41,7 +39,6 @@ RELEASED = '''        return warps(self.groups * WARPGROUP // WARP)
 RELEASED_BY_ONE = RELEASED.replace(" * WARPGROUP // WARP", "").replace(
     "warp_release(position, thread % WARP)", "warpgroup_release(position, thread)"
 )
-AWAITED_NEXT = "self.await_half(part, pipeline, position,"
 MISTAKES = (
     ("w4", mistake("sums of other tiles stay", "        if not accumulate:\n", "        if accumulate:\n")),
     (
@@ -79,8 +76,9 @@ MISTAKES = (
             "        self.add_scaled(acc_1, part_1, scales_0)\n\n",
         ),
     ),
-    ("w4", mistake("the next tile of columns", "k_tile * self.kind.tile_words", "(k_tile + 1) * self.kind.tile_words")),
-    ("w4", mistake("past the last row", "tWgW.shape[0] - 1)", "tWgW.shape[0])")),
+    ("w4", mistake("the next tile of columns", "k_tile * size", "(k_tile + 1) * size")),
+    ("w4", mistake("past the last row", "packed.shape[0] - 1)", "packed.shape[0])")),
+    ("w4-row", mistake("a tile of columns too many", "if k_tile == work.k_tiles:", "if k_tile > work.k_tiles:")),
     ("w4", of_unpacking("products are added to those before", "ACCUMULATE, accumulate)", "ACCUMULATE, True)")),
     (
         "w4",
@@ -103,28 +101,36 @@ MISTAKES = (
             "            self.unpack(sW, stage, self.groups,",
         ),
     ),
-    ("w8-split", of_unpacking("high and low bits change places", "for low, high in", "for high, low in")),
-    ("w8-split", of_unpacking("eight bits less a base", "17 * base", "16 * base")),
+    ("w8-split", of_unpacking("bytes change places", "parts = [word, word >> 8]", "parts = [word >> 8, word]")),
+    (
+        "w8-split",
+        of_unpacking(
+            "the middle of eight bits is one less",
+            "offset = pair_bits(base(self.dtype) + self.kind.middle,",
+            "offset = pair_bits(base(self.dtype) + self.kind.middle - 1,",
+        ),
+    ),
+    ("w8-rows", of_unpacking("the highest bit does not count", "pair_bits(2 * base(", "pair_bits(base(")),
+    ("w4-rows", of_unpacking("the tile before is kept", "ACCUMULATE, accumulate)", "ACCUMULATE, True)")),
+    ("w4-rows", of_unpacking("the first half's weights twice", "i * blocks + k_block", "k_block")),
     (
         "w4-rows",
         of_many_rows(
-            "the pair before is kept",
-            "pipeline.stage(position), accumulate=False)",
-            "pipeline.stage(position), accumulate=True)",
+            "sums are read too soon",
+            "            wgmma.wait_group(0)\n            fence_operand(part)\n",
+            "            fence_operand(part)\n",
         ),
+    ),
+    ("w4-rows", of_many_rows("many rows: another stage is given back", "release(position + i,", "release(position,")),
+    (
+        "w4-rows",
+        of_many_rows("many rows: a position is not awaited", "            pipeline.consumer_wait(position + i)\n", ""),
     ),
     (
         "w4-rows",
-        of_many_rows("sums are read too soon", "        wgmma.wait_group(0)\n        fence_operand(part)\n", ""),
+        of_many_rows("the next tile's scales", "add_scaled(acc, part, scales)", "add_scaled(acc, part, next_scales)"),
     ),
-    (
-        "w4-rows",
-        of_many_rows(
-            "many rows: another stage is given back", "self.await_half(part, pipeline, position - 1,", AWAITED_NEXT
-        ),
-    ),
-    ("w4-rows", of_many_rows("many rows: a position is not awaited", "        pipeline.consumer_wait(position)\n", "")),
-    ("w4-rows", of_many_rows("the first half twice", "k_tile % HALVES * (4 * values)", "0")),
+    ("w4-rows", of_many_rows("the first half twice", "k_tile % HALVES * half", "0")),
     ("w4-rows", of_many_rows("many rows: past the last row", "tWgW.shape[0] - 1)", "tWgW.shape[0])")),
     ("w4-rows", of_many_rows("half a packed tile is missing", "HALVES * cute.ceil_div(", "cute.ceil_div(")),
     (
@@ -148,17 +154,12 @@ MISTAKES = (
     ),
     ("w4-rows-zero-points", of_many_rows("the bias of the other row", "column + 8 * b, 0", "column + 8 - 8 * b, 0")),
 )
-QUICK = ("scales of the other row", "high and low bits change places", "the other row's vector")
+QUICK = ("scales of the other row", "bytes change places", "the other row's vector")
 
 
 @pytest.fixture(autouse=True)
 def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached kernels have other sources."""
-
-    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
-        return toolkit.compiled(kernel, arguments, target.arch, "")
-
-    monkeypatch.setattr(weight_only_host, "compile_kernel", compile_kernel)
+    compile_again(monkeypatch, weight_only_host)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ CASES = [
         id="w4-rows",
         why="tiles of tokens and of columns with ragged edges; a CTA with several tiles; stages come round",
         case=replace(FEW, rows=83, n=264, k=456),
-        config=WeightOnlyGemmConfig(tokens=48, stages=3),
+        config=WeightOnlyGemmConfig(tokens=48, stages=5),
     ),
     WeightOnlyEmulated(
         id="w4-rows-zero-points",
@@ -143,13 +143,13 @@ CASES = [
         id="w8-rows",
         why="eight bits; one packed tile of k: nothing before or behind it",
         case=replace(FEW, rows=31, n=192, k=72, kind=W8),
-        config=WeightOnlyGemmConfig(tokens=32, stages=2),
+        config=WeightOnlyGemmConfig(tokens=32, stages=4),
     ),
     WeightOnlyEmulated(
         id="w4-rows-special",
         why="NaN, infinities and zeros among x and scales",
         case=replace(FEW, rows=40, kind=ASYMMETRIC, special=True),
-        config=WeightOnlyGemmConfig(tokens=32, stages=3),
+        config=WeightOnlyGemmConfig(tokens=32, stages=4),
         sms=1,
     ),
 ]
@@ -169,7 +169,11 @@ def random_emulated(seed: int) -> WeightOnlyEmulated:
             num_splits=choose.choice((1, 1, 2, 3, 4)),
         )
         if many:
-            config = WeightOnlyGemmConfig(tokens=16 * choose.randint(1, 8), stages=stages, band=choose.randint(1, 8))
+            config = WeightOnlyGemmConfig(
+                tokens=16 * choose.randint(1, 8),
+                stages=stages + 2,
+                band=choose.randint(1, 8),
+            )
         if not config.objections(case.spec, SMEM_BYTES):
             break
     m_tiles = 1 if isinstance(config, WeightOnlyGemmConfig) else -(-case.rows // config.tile_tokens)

@@ -15,6 +15,7 @@ class Candidate:
         head: at the file's top.
         said: for a cheating one, what the verdict says of it.
         options: of the judge.
+        gpu: whether it runs on a GPU alone.
     """
 
     run: str
@@ -25,6 +26,7 @@ class Candidate:
     decorator: str = ""
     arch: str | None = None
     options: tuple[tuple[str, float], ...] = ()
+    gpu: bool = False
 
     def source(self) -> str:
         names = "        x, out = t.x, t.out\n" if self.op == "softmax" else ""
@@ -234,6 +236,13 @@ HONEST: dict[str, Candidate] = {
         """,
         head="import threading",
     ),
+    "another-stream-that-is-waited-for": Candidate(
+        "aside.wait_stream(torch.cuda.current_stream())\n"
+        "with torch.cuda.stream(aside):\n    out.copy_(softmax(x))\n"
+        "torch.cuda.current_stream().wait_stream(aside)\nreturn out",
+        prepare="aside = torch.cuda.Stream()",
+        gpu=True,
+    ),
     "chatty": Candidate(
         "print('x' * 5000)\nprint('{\"ticket\": 1}', file=sys.stderr)\n" + RIGHT, head="import sys\nprint('loaded')"
     ),
@@ -281,12 +290,15 @@ HONEST: dict[str, Candidate] = {
         spec = SoftmaxSpec(
             width=problem.width, dtype=problem.dtype, out_dtype=problem.out_dtype, log=problem.log, vector=vector
         )
-        kernel = host.build(host.key_of(spec), from_arch("sm_90a"))
+        kernel = host.build(host.key_of(spec, config_of(spec, SM90)), SM90)
         """,
         """
         from dsl_backend.runtime.target import from_arch
         from dsl_backend.softmax import launch
         from dsl_backend.softmax.spec import SoftmaxSpec
+        from dsl_backend.softmax.tuned import config_of
+
+        SM90 = from_arch("sm_90a")
         """,
         arch="sm_90a",
     ),
@@ -314,11 +326,13 @@ HONEST: dict[str, Candidate] = {
         """
         one = inputs.layers[0]
         flat = one._replace(scale_out=None if one.scale_out is None else one.scale_out[:, 0])
-        kernel = host.build(host.key_of(launch.spec_of(launch.prepared(flat), 0.0)), from_arch("sm_90a"))
+        spec, target = launch.spec_of(launch.prepared(flat), 0.0), from_arch("sm_90a")
+        kernel = host.build(host.key_of(spec, config_of(spec, target)), target)
         """,
         """
         from dsl_backend.norm import launch
         from dsl_backend.norm.cute import host
+        from dsl_backend.norm.tuned import config_of
         from dsl_backend.runtime.target import from_arch
         """,
         op="norm",
@@ -363,6 +377,31 @@ CHEATING: dict[str, Candidate] = {
         "threading.Thread(target=late).start()\nreturn out",
         head="import threading, time",
         said="it went on writing",
+    ),
+    # About 10 ms: the answer is there before.
+    "works-on-another-stream": Candidate(
+        "with torch.cuda.stream(aside):\n    torch.cuda._sleep(20_000_000)\n    out.copy_(softmax(x))\nreturn out",
+        prepare="aside = torch.cuda.Stream()",
+        said="nothing was written",
+        gpu=True,
+    ),
+    # Its work has ended in time as a rule. A graph of the current stream has none of it.
+    "works-quickly-on-another-stream": Candidate(
+        "with torch.cuda.stream(aside):\n    torch.softmax(x, -1, out=out)\nreturn out",
+        prepare="aside = torch.cuda.Stream()",
+        decorator=", objections=lambda p: ['equal dtypes'] if p.dtype != p.out_dtype or p.log else []",
+        said="layer",
+        gpu=True,
+    ),
+    "launches-on-another-stream": Candidate(
+        "compiled(view(x), view(out), driver.CUstream(4096))\nreturn out",
+        ROWS.replace("view(inputs.layers[0].out)", "view(inputs.layers[0].out), driver.CUstream(4096)"),
+        "from cuda.bindings import driver\n"
+        + ROWS_KERNEL.replace(
+            "out: cute.Tensor):\n        self.kernel", "out: cute.Tensor, stream):\n        self.kernel"
+        ).replace("block=(32, 1, 1))", "block=(32, 1, 1), stream=stream)"),
+        arch="sm_90a",
+        said="a kernel was launched on another stream than the current one: 0x1000",
     ),
     "answers-before-it-works": Candidate(
         """
@@ -466,6 +505,22 @@ CHEATING: dict[str, Candidate] = {
         head="import os",
         said="the limit is 1500",
         options=(("memory_mib", 1500),),
+    ),
+    "eats-gpu-memory": Candidate(
+        "kept.append(torch.empty(3 << 30, dtype=torch.uint8, device=x.device))\n" + RIGHT,
+        prepare="kept = []",
+        said="out of memory",
+        options=(("gpu_memory_mib", 2048),),
+        gpu=True,
+    ),
+    # Not through torch, whose allocator refuses.
+    "eats-gpu-memory-of-the-driver": Candidate(
+        "kept.append(driver.cuMemAlloc(3 << 30))\ntime.sleep(1)\n" + RIGHT,
+        prepare="kept = []",
+        head="import time\nfrom cuda.bindings import driver",
+        said="the limit is 2048",
+        options=(("gpu_memory_mib", 2048),),
+        gpu=True,
     ),
     "ends-its-process": Candidate("os._exit(0)", head="import os", said="ended with exit status 0"),
     "raises": Candidate("raise ValueError('no')", said="ValueError: no"),

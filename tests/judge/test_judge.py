@@ -3,8 +3,14 @@
 
 import io
 import json
+import os
 import pathlib
 import random
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +21,16 @@ from rich.console import Console
 import benchmarks
 from benchmarks import judge
 from benchmarks.case import SMALLEST
-from benchmarks.judge import command, process, registry, shared
+from benchmarks.judge import child, command, process, registry, shared
+from benchmarks.judge.watch import Watch
+from dsl_backend.providers import Launch
 
-# The others are left to `make test-rest`: each is a process that imports torch.
+# In `make test`. `make test-rest` has all the others but those of the emulator and of Triton's interpreter. Each of its
+# candidates takes 4 to 8 CPU seconds, most of them to import torch in a process of its own (2026-11-27).
 QUICK_HONEST = ("eager",)
 QUICK_CHEATING = ("cached-by-first-row", "computes-on-the-host")
+# 18 to 66 CPU seconds each: in `make emulate-full`.
+SLOW = ("triton",)
 SEED = 20261125
 
 
@@ -34,9 +45,16 @@ def judged(candidate: Candidate, folder: pathlib.Path, **options: Any) -> tuple[
     return status, json.loads((folder / "verdict.json").read_text()), console.file.getvalue()
 
 
-def marked(names: dict[str, Candidate], quick: tuple[str, ...]) -> list[Any]:
-    # Each of the others takes about 10 s in processes of its own.
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in names]
+def marks(name: str, candidate: Candidate, quick: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    if candidate.gpu:
+        return [pytest.mark.gpu]
+    if name in quick:
+        return []
+    return [pytest.mark.full if candidate.arch is not None or name in SLOW else pytest.mark.rest]
+
+
+def marked(candidates: dict[str, Candidate], quick: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(name, marks=marks(name, one, quick)) for name, one in candidates.items()]
 
 
 @pytest.mark.parametrize("name", marked(HONEST, QUICK_HONEST))
@@ -59,7 +77,25 @@ def test_cheating(name: str, tmp_path: pathlib.Path) -> None:
 
 
 def test_there_are_enough() -> None:
-    assert min(len(HONEST), len(CHEATING)) >= 20
+    """In `make test-rest` and `make test` alone, without a GPU."""
+    for candidates, quick in ((HONEST, QUICK_HONEST), (CHEATING, QUICK_CHEATING)):
+        kinds = [{mark.name for mark in marks(name, one, quick)} for name, one in candidates.items()]
+        assert sum(kind <= {"rest"} for kind in kinds) >= 20
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("eager", marks=pytest.mark.rest), pytest.param("cute-sm90", marks=pytest.mark.full)]
+)
+def test_softmax_takes_less_than_a_minute_without_a_gpu(name: str, tmp_path: pathlib.Path) -> None:
+    """Of a CPU's time, which does not depend on what else the machine runs; with all processes and imports."""
+    (tmp_path / "candidate.py").write_text(HONEST[name].source())
+    arch = ["--arch", HONEST[name].arch] if HONEST[name].arch else []
+    command_line = [sys.executable, "-m", "dsl_backend.cli", "judge", "candidate.py", "--op", "softmax", *arch]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Also on a machine with a GPU.
+    subprocess.run(command_line, cwd=tmp_path, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
 
 
 def test_the_same_seed_has_the_same_trials_and_another_seed_has_not() -> None:
@@ -164,6 +200,56 @@ def test_without_unshare_sockets_are_blocked(tmp_path: pathlib.Path, monkeypatch
     status, verdict, text = judged(BLOCKED, tmp_path)
     assert (status, verdict["correct"], verdict["network"]) == (1, True, "sockets blocked"), text
     assert any("used the network" in one for one in verdict["findings"])
+
+
+class FakeStream:
+    """Work that is done when the stream is waited for."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+
+    def synchronize(self) -> None:
+        while self.work:
+            self.work.pop(0)()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_only_the_current_stream_is_waited_for(other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    current, aside, out = FakeStream(), FakeStream(), torch.zeros(1)
+    monkeypatch.setattr(child, "CURRENT_STREAM", lambda: current)
+    monkeypatch.setattr(child, "SYNCHRONIZE", FakeStream.synchronize)
+    judged_one = child.Candidate(Watch(block=False))
+    judged_one._on_gpu = True
+    judged_one._launch = Launch(lambda layer: (aside if other else current).work.append(lambda: out.fill_(1)))
+    judged_one.run([0])
+    assert out.item() == (0 if other else 1)
+
+
+def test_gpu_memory_of_a_process_has_a_limit(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose other programs take 3 GiB more while a candidate answers, of which 1 GiB are the judge's tensors."""
+    free, reserved = [70 << 30], [0]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved[0])
+    monkeypatch.setattr(process, "command_of", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    with process.Process(tmp_path, process.Limits(0.3, 1 << 40, 2 << 30)) as one:
+        free[0], reserved[0] = 67 << 30, 1 << 30
+        with pytest.raises(process.Stopped, match="did not answer"):
+            one.ask("run", layers=[0])
+    free[0], reserved[0] = 70 << 30, 0
+    with process.Process(tmp_path, process.Limits(30.0, 1 << 40, (2 << 30) - 1)) as one:
+        free[0], reserved[0] = 67 << 30, 1 << 30
+        with pytest.raises(process.Stopped, match="has 2048 MiB of GPU memory; the limit is 2047"):
+            one.ask("run", layers=[0])
+
+
+def test_the_allocator_of_a_candidate_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
+    child.limit_gpu(20 << 30)
+    child.limit_gpu(100 << 30)
+    assert shares == [0.25, 1.0]
 
 
 @pytest.mark.rest

@@ -6,11 +6,13 @@ import torch
 
 from dsl_backend.errors import InvalidInput
 from dsl_backend.gemm.scaled import OUTPUTS, PAIRS
-from dsl_backend.linear.scaled import api
+from dsl_backend.linear.scaled import api, eager
 from dsl_backend.linear.scaled.api import (
     BLOCK_SCALED,
     GROUP_SCALED,
     GROUP_SCALED_E8M0,
+    MXFP8,
+    NVFP4,
     ROW_SCALED,
     TENSOR_SCALED,
     Quantized,
@@ -19,7 +21,7 @@ from dsl_backend.linear.scaled.api import (
 )
 from dsl_backend.linear.scaled.reference import exact
 from dsl_backend.quant.format import ScaledFormat
-from dsl_backend.quant.reference import column_major, dequantized, scales_of
+from dsl_backend.quant.reference import column_major, dequantized, mma_dequantized, mma_quantized, scales_of
 
 FORMATS = tuple(dict.fromkeys(kind for pair in PAIRS for kind in pair))
 
@@ -82,10 +84,10 @@ def test_no_rows() -> None:
     assert (found.values.shape, found.scale.shape) == ((0, 48), (0, 1))
 
 
-@pytest.mark.parametrize("to", [None, TENSOR_SCALED, ROW_SCALED, GROUP_SCALED])
+@pytest.mark.parametrize("to", [None, TENSOR_SCALED, ROW_SCALED, GROUP_SCALED, MXFP8, NVFP4])
 def test_a_node_of_torch_compile_has_the_shapes_of_the_function(to: ScaledFormat | None) -> None:
     x, weight = operands(parts=2)
-    scale = torch.tensor([0.02]) if to == TENSOR_SCALED else None
+    scale = torch.tensor([0.02]) if to in (TENSOR_SCALED, NVFP4) else None
 
     def layer(x: torch.Tensor, x_scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = Quantized(x, x_scale, GROUP_SCALED)
@@ -99,6 +101,51 @@ def test_a_node_of_torch_compile_has_the_shapes_of_the_function(to: ScaledFormat
     for one, other in zip(plain, compiled, strict=True):
         assert one.float().equal(other.float())
         assert one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("of", [GROUP_SCALED, MXFP8, NVFP4], ids=str)
+@pytest.mark.parametrize("to", [MXFP8, NVFP4], ids=str)
+def test_outputs_in_formats_of_sm100(of: ScaledFormat, to: ScaledFormat) -> None:
+    """They are the result of the layer in these formats."""
+    x, weight = operands(k=288, parts=2)
+    alpha = None
+    if of.swizzled:
+        # Of MXFP8 there is no scale of the whole matrix.
+        x, weight = (mma_quantized(dequantized(one), of, 0.01 if of == NVFP4 else 1.0) for one in (x, weight))
+        alpha = torch.tensor([1e-4]) if of == NVFP4 else None
+    wide = exact(x, weight, activation=Swiglu(), alpha=alpha, dtype=torch.float32)
+    whole = torch.tensor([0.003]) if to == NVFP4 else None
+    found = api.scaled_linear_quantized(x, weight, activation=Swiglu(), to=to, out_scale=whole, alpha=alpha)
+    wanted = mma_quantized(wide, to, 1.0 if whole is None else whole)
+    assert found.values.equal(wanted.values)
+    assert found.scale.view(torch.uint8).equal(wanted.scale.view(torch.uint8))
+    by = 0.003 if to == NVFP4 else 1.0
+    near = mma_dequantized(found, by)
+    assert (near - wide).norm() < 0.12 * wide.norm()
+    none = x._replace(values=x.values[:0], scale=x.scale[:0])
+    found = api.scaled_linear_quantized(none, weight, activation=Swiglu(), to=to, out_scale=whole, alpha=alpha)
+    assert found.values.shape == (0, 48 // to.packed)
+
+
+@pytest.mark.parametrize("kind", [MXFP8, NVFP4], ids=str)
+def test_swizzled_scales_need_a_beginning_that_is_aligned(kind: ScaledFormat) -> None:
+    """A row of them has no place of its own: of 96 columns it would have 4 or 8 bytes."""
+    x, weight = (mma_quantized(torch.ones(rows, 96), kind) for rows in (5, 48))
+    assert eager.check(x, weight, None, None, eager.How()).aligned
+    odd = torch.zeros(x.scale.numel() + 1, dtype=torch.uint8)[1:].view(x.scale.shape).view(kind.scales)
+    assert not eager.check(x._replace(scale=odd), weight, None, None, eager.How()).aligned
+
+
+def test_special_values_in_formats_of_sm100() -> None:
+    x = torch.ones(3, 64)
+    x[0, 5], x[1, 40], x[2] = torch.nan, torch.inf, 0.0
+    mx, nv = (mma_dequantized(mma_quantized(x, kind)) for kind in (MXFP8, NVFP4))
+    assert mx.isnan().nonzero().tolist() == [[0, 5], *([1, column] for column in range(32, 64))]
+    # e2m1 has neither.
+    assert nv.isnan().nonzero().tolist() == [[0, column] for column in range(16)]
+    assert nv[1, 40] == 6 * 448
+    assert not nv[2].any()
+    assert not mx[2].any()
 
 
 X, WEIGHT = operands()

@@ -43,6 +43,9 @@ def test_threads_and_clusters_of_a_width() -> None:
         return config.threads_per_row, config.cluster
 
     assert level(16384, residual=False) == (256, 2)
+    assert level(32768, residual=False) == (128, 8)
+    assert level(32768, residual=False, vector=4) == (256, 4)
+    assert level(32760, residual=False) == (256, 4)
 
     assert level(8) == (1, 1)
     assert level(128) == (8, 1)
@@ -68,6 +71,39 @@ def test_an_sm_reads_for_several_rows(width: int) -> None:
     assert default_config(spec(width - 1)).ctas_per_sm == 1, "accesses of one element"
 
 
+def test_rows_that_caches_keep() -> None:
+    """Those that gained: three powers of two of 16-bit elements, aligned, without residual and scales."""
+
+    def kept(width: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> bool:
+        return default_config(spec(width, dtype, **{"residual": False, **more})).evict_last
+
+    assert [kept(width) for width in (4096, 7168, 8192, 16384, 24576, 32768, 65536)] == [0, 0, 1, 1, 0, 1, 0]
+    assert kept(8192, torch.float16, weight_dtype=None)
+    assert not kept(8192, residual=True)
+    assert not kept(8192, torch.float32)
+    assert not kept(8192, out_dtype=torch.float32)
+    assert not kept(8192, out_dtype=FP8, scaling=Scaling.TOKEN)
+    assert not kept(8192, vector=4), "loads of 8 bytes"
+
+
+def test_rows_that_whole_warps_fill_exactly() -> None:
+    """Those of 4096 to 8192 columns of 16 bits whose tile is idle by an eighth or more otherwise."""
+
+    def threads(width: int, dtype: torch.dtype = torch.bfloat16, **more: object) -> int:
+        return default_config(spec(width, dtype, **more)).threads_per_row
+
+    exact = {width: threads(width) for width in range(4608, 8193, 512)}
+    assert exact == {4608: 288, 5120: 320, 5632: 256, 6144: 256, 6656: 416, 7168: 448, 7680: 256, 8192: 256}
+    assert threads(7168, residual=False) == threads(7168, torch.float16, weight_dtype=None) == 448
+    others = ({"vector": 4}, {"out_dtype": torch.float32}, {"out_dtype": FP8, "scaling": Scaling.TOKEN})
+    assert [threads(7168, **one) for one in others] == [256, 256, 256]  # type: ignore[arg-type]
+    assert threads(7168, torch.float32) == 256
+    assert threads(7168 - 8) == 256, "no whole warps"
+    assert default_config(spec(3584)).threads_per_row == 128, "narrower"
+    timed = default_config(spec(7168, residual=False))
+    assert (timed.vectors_per_thread, timed.ctas_per_sm, timed.tile_elements) == (2, 3, 7168)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -75,7 +111,6 @@ def test_an_sm_reads_for_several_rows(width: int) -> None:
         ({"vector": 16}, "vectors of 16 elements: rows are aligned to 8, and 8 are 16 bytes"),
         ({"vectors_per_thread": 20}, "272 registers for each of 128 threads, 1 CTAs on an SM: 255 for a thread"),
         ({"ctas_per_sm": 16}, "80 registers for each of 128 threads, 16 CTAs on an SM"),
-        ({"reread": True}, "a second read of rows with a residual: it serves neither residuals nor scales"),
         ({"vector": 4, "vectors_per_thread": 8, "evict_last": True}, "priorities of loads of 8 bytes: 16 are needed"),
     ],
 )
@@ -101,7 +136,7 @@ class TestPrecompile:
             found = launch.spec_of(
                 NormTensors(x, rows, weight, None, torch.empty_like(x), rows, None), 1.0 if kind == "gemma2" else 0.0
             )
-            assert host.key_of(found) in listed
+            assert host.key_of(found, default_config(found)) in listed
 
     def test_other_gpus_have_none(self) -> None:
         shape, target = model.shape_of(CONFIG), targets.from_arch("sm_80")

@@ -25,16 +25,23 @@ from dsl_backend.attention.cute.sm100 import mla_configs as sm100_mla
 from dsl_backend.attention.cute.sm100 import mla_host as sm100_mla_host
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.gemm import host as gemm_host
+from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.configs import Config
+from dsl_backend.gemm.scaled import ScaledOperands
+from dsl_backend.gemm.sm90 import scaled_configs as sm90_scaled
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.gemm.sm100 import configs as sm100_gemm
 from dsl_backend.gemm.spec import Dtypes
+from dsl_backend.linear.scaled.cute.host import build_products
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.norm.configs import default_config
 from dsl_backend.norm.cute import host as norm_host
 from dsl_backend.norm.spec import NormSpec, NormTensors
 from dsl_backend.primitives import dependent_launch
+from dsl_backend.quant.cute import host as quantising
+from dsl_backend.quant.format import ROW_SCALED
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.sampling.cute import host as sampling_host
@@ -51,6 +58,8 @@ from dsl_backend.testing.mla_rope_writes import build as build_mla_rope
 from dsl_backend.testing.rope_writes import RopeCase
 from dsl_backend.testing.rope_writes import build as build_rope
 from dsl_backend.testing.sampling import ONE
+from dsl_backend.testing.scaled import ScaledCase
+from dsl_backend.testing.scaled import tensors as scaled_tensors
 from dsl_backend.testing.softmax import spread
 from dsl_backend.testing.verification import random_step
 from emulator.host.launch import Launch
@@ -171,6 +180,11 @@ def without_wait(ptx: str, number: int) -> str:
     return WAIT.join([*parts[:number], parts[number] + parts[number + 1], *parts[number + 2 :]])
 
 
+def without_waits(ptx: str) -> str:
+    """Without any wait."""
+    return ptx.replace(WAIT, "")
+
+
 def with_late_wait(ptx: str, number: int) -> str:
     """Its wait of this number comes behind the next access to global memory."""
     before = len(WAIT.join(ptx.split(WAIT)[: number + 1]))
@@ -263,6 +277,34 @@ def split_k(target: Target) -> Chain:
     third = GemmOperands(wide, normal(136, 200, seed=8, scale=0.1), None, residual, out)
     products = [linear(target, config, one, workspace) for one in (first, second, third)]
     return Chain([products[0], *normed.launches, *products[1:]], [hidden, *normed.between, wide, out], [residual, out])
+
+
+def scaled(target: Target) -> Chain:
+    """A matrix in float32 to e4m3 with a scale for each row, two products of it, a norm of what the first one wrote."""
+    workspace, case = Workspace(CPU), ScaledCase(rows=5, n=144, k=208)
+    spec, given = case.spec, scaled_tensors(case, "cpu")
+    wide = torch.randn(5, 208, generator=torch.Generator().manual_seed(14))
+    x, scale = torch.empty(5, 208, dtype=torch.float8_e4m3fn), torch.empty(5)
+    quantise = quantising.build(ROW_SCALED, target)
+    configs: list[Any] = (
+        [sm100_gemm.ScaledSmallMConfig(tokens=16, stages=2), sm100_gemm.GemmConfig(box_n=32, stages=2)]
+        if target.tcgen05
+        else [sm90_scaled.ScaledSmallMConfig(tokens=16, stages=2), sm90_scaled.ScaledGemmConfig(box_n=32, stages=2)]
+    )
+    outs, products = [], []
+    for config in configs:
+        assert not config.objections(spec, target.smem_bytes)
+        outs.append(torch.empty(5, 144, dtype=BF16))
+        operands = ScaledOperands(x, scale, given.weight.values, given.weight.scale, None, outs[-1], None)
+        function = build_products(scaled_host.key_of(spec, config, spec.column_major), target)
+        products.append(partial(scaled_host.run, function, config, operands, SMS, workspace))
+    residual = normal(5, 144, seed=15)
+    normed = norm(target, outs[0], residual)
+    return Chain(
+        [*copies(wide), lambda: quantising.quantise(quantise, wide, x, scale), *products, *normed.launches],
+        [x, scale, *outs, *normed.between],
+        [*outs, residual, *normed.outputs],
+    )
 
 
 def tall_mlp(target: Target) -> Chain:
@@ -367,7 +409,7 @@ def norm(target: Target, x: torch.Tensor, residual: torch.Tensor) -> Chain:
     out = torch.empty_like(x)
     tensors = NormTensors(x, residual, normal(x.shape[1], seed=10), None, out, residual, None)
     spec = NormSpec(width=x.shape[1], dtype=BF16, out_dtype=BF16, weight_dtype=BF16, residual=True, vector=8)
-    function = norm_host.build(norm_host.key_of(spec), target)
+    function = norm_host.build(norm_host.key_of(spec, default_config(spec)), target)
     return Chain([lambda: function(*tensors, 1e-6)], [out], [out])
 
 
@@ -505,4 +547,5 @@ CHAINS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "swap_ab": (swap_ab, ("sm_100a",)),
     "softmaxes": (softmaxes, ARCHS),
     "verification": (verification, ARCHS),
+    "scaled": (scaled, ARCHS),
 }

@@ -29,6 +29,7 @@ from tests.primitives.dependent_chains import (
     with_early_launch,
     with_late_wait,
     without_wait,
+    without_waits,
 )
 
 QUICK = {("two_mlps", "sm_90a"), ("softmaxes", "sm_100a")}
@@ -56,20 +57,55 @@ def test_chain(name: str, arch: str) -> None:
 NOT_NEEDED = {"sm_90a": {(5, 1), (9, 1)}, "sm_100a": {(5, 0), (9, 0)}}
 
 
+def launches_of_ours(builder: Builder, arch: str) -> list[tuple[int, int]]:
+    """(launch, how many waits it has) of a chain's launches of this package's kernels."""
+    _, machine = execute(builder, arch, "eager")
+    return [
+        (number, kernel_of(launch).count(WAIT))
+        for number, launch in enumerate(machine.launches)
+        if "dsl_backend" in launch.kernel
+    ]
+
+
+def is_found(builder: Builder, arch: str, launch: int, edit: Callable[[str], str]) -> bool:
+    """Whether the emulator finds that a launch of a chain with a mistake depends on another one."""
+    _, machine = execute(builder, arch, "lazy", mistake=Mistake(launch, edit))
+    return Kind.DEPENDENCY in {one.kind for one in machine.findings}
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_wait_is_needed(arch: str) -> None:
     """In a decode step: it comes behind the next access to global memory, which is seldomer a mistake than no wait."""
-    _, machine = execute(decode, arch, "eager")
-    missed = set()
-    for number, launch in enumerate(machine.launches):
-        if "dsl_backend" not in launch.kernel:
-            continue
-        for wait in range(kernel_of(launch).count(WAIT)):
-            _, mutant = execute(decode, arch, "lazy", mistake=Mistake(number, partial(with_late_wait, number=wait)))
-            if Kind.DEPENDENCY not in {one.kind for one in mutant.findings}:
-                missed.add((number, wait))
+    missed = {
+        (launch, wait)
+        for launch, waits in launches_of_ours(decode, arch)
+        for wait in range(waits)
+        if not is_found(decode, arch, launch, partial(with_late_wait, number=wait))
+    }
     assert missed == NOT_NEEDED[arch]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        pytest.param(name, arch, marks=(pytest.mark.full,) if arch == "sm_100a" else ())
+        for name in ("latent", "rotation", "latent_rotation", "split_k", "verification", "scaled")
+        for arch in ARCHS
+    ],
+)
+def test_a_launch_that_does_not_wait_is_found(name: str, arch: str) -> None:
+    """Each launch of this package in turn, except for one that nothing comes before.
+
+    All of them access what a launch before wrote, or one behind them does, and relies on their wait for it.
+    """
+    builder, _ = CHAINS[name]
+    launches = launches_of_ours(builder, arch)
+    assert len(launches) > 2
+    assert all(waits for _, waits in launches)
+    behind = [launch for launch, _ in launches if launch > 0]
+    assert [launch for launch in behind if not is_found(builder, arch, launch, without_waits)] == []
 
 
 @pytest.mark.parametrize("edit", [without_wait, with_late_wait])

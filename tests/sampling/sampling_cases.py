@@ -18,6 +18,6 @@ def emulate(case: SamplingCase, arch: str, schedule: str, seed: int = 0) -> None
     out = unwritten(case.spec, len(x), x.device)
     with emulator.device(arch=arch, sms=4, schedule=schedule, seed=seed, strict=True):
         function = host.build(host.key_of(case.spec, case.config, case.k_dtype), target)
-        function(*args_of(x, parameters, out).tensors)
+        function(*args_of(case, x, parameters, out).tensors)
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
     assert_defined(case, x, parameters, out)

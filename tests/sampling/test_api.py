@@ -108,3 +108,15 @@ def test_what_is_accepted() -> None:
         run(sampler(), LOGITS.clone().requires_grad_(), PARAMETERS)
     with pytest.raises(InvalidInput, match="plan is 'plan': a SamplingPlan is needed"):
         run("plan", LOGITS, PARAMETERS)  # type: ignore[arg-type]
+
+
+def test_new_tokens_are_kept() -> None:
+    own, logits = sampler(), torch.randn(ROWS, 64, generator=torch.Generator().manual_seed(1))
+    shared, kept = run(own, logits, PARAMETERS).tokens, run(own, logits, PARAMETERS, new_tokens=True).tokens
+    expected = kept.clone()
+    assert torch.equal(shared, expected)
+    run(own, -logits, PARAMETERS)
+    assert torch.equal(kept, expected)
+    assert not torch.equal(shared, expected)
+    with pytest.raises(InvalidInput, match="new_tokens is 1: True or False is needed"):
+        run(own, logits, PARAMETERS, new_tokens=1)  # type: ignore[arg-type]

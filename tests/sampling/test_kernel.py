@@ -45,5 +45,12 @@ def test_fuzz(seed: int) -> None:
     emulate(case, "sm_100a" if case.kind is FOUR else "sm_90a", SCHEDULES[seed // 3 % 3], seed)
 
 
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 3 else (pytest.mark.full,)) for seed in range(FUZZED_IN_FULL)]
+)
+def test_fuzz_of_top_p(seed: int) -> None:
+    emulate(random_case(seed, 3000, top_p_alone=True), "sm_90a", SCHEDULES[seed // 3 % 3], seed)
+
+
 def test_ids_are_unique() -> None:
     assert len({case.id for case in CASES}) == len(CASES)

@@ -2,6 +2,7 @@
 """The host side of the CuTe DSL sampler: strides, vectors, which kernels a plan compiles, parameters that are off."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dsl_backend.sampling.cute.kernel import SampleKey
 from dsl_backend.sampling.cute.verification import VerifyKey
 from dsl_backend.sampling.plan import SamplingPlan
 from dsl_backend.sampling.spec import Parameters, SamplingSpec, buffers
+from dsl_backend.testing.sampling import CASES, FINISHED, tensors
 
 H200 = from_arch("sm_90a")
 
@@ -113,6 +115,29 @@ def test_a_choice_is_made_once_for_all_that_it_depends_on(monkeypatch: pytest.Mo
     assert launched == 2 * expected
     assert len(set(expected)) > 4
     assert len(built) == len(set(built))
+
+
+def test_a_second_launch_has_its_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where top-p is alone and the configuration asks for it; other launches of the plan have none."""
+    _, _, finished = FINISHED
+
+    def default(spec: SamplingSpec, target: Target, rows: int, vector: int, top_p_alone: bool = False) -> ClusterConfig:
+        return finished if top_p_alone else replace(finished, finish_cluster=0)
+
+    monkeypatch.setattr(ClusterConfig, "default", default)
+    case = next(case for case in CASES if case.id == "finished")
+    x, parameters = tensors(case)
+    assert case.config == finished
+    alone = replace(parameters, top_k=None, min_p=None)
+    with emulator.device(arch="sm_90a", sms=4, schedule="eager", strict=True) as emulated:
+        kernel = host.CuteSampler(case.spec, H200, len(x), x.device)
+        out = buffers(case.spec, len(x), x.device)
+        for given, launches in ((alone, 2), (parameters, 1)):
+            out.tokens.fill_(-7)
+            before = emulated.launches
+            kernel.launch(x, given, out)
+            assert emulated.launches - before == launches
+            assert out.tokens.tolist() == reference.sample(x, parameters)[0].tolist()
 
 
 def test_precompile_specs_of_a_model() -> None:

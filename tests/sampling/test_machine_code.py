@@ -14,6 +14,8 @@ KNOWN = {
     for arch, float32, short in (("sm_90a", 40, 24), ("sm_100a", 56, 24), ("sm_103a", 56, 24))
     for dtype, stack in (("float32", float32), ("bfloat16", short), ("float16", short))
 }
+# Of the second launch of top-p alone, which no default has yet.
+KNOWN |= {"sm_90a-sampling-float32": 24, "sm_100a-sampling-float32": 8, "sm_103a-sampling-float32": 8}
 IDS = [subject.id for subject in sampling_subjects()]
 
 

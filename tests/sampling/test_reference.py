@@ -8,7 +8,15 @@ import torch
 
 from dsl_backend.sampling import fixed_point, reference
 from dsl_backend.sampling.spec import Parameters
-from tests.sampling.distribution import ALONG, SETTINGS, assert_fair, logits, setting
+from tests.sampling.distribution import (
+    ALONG,
+    BLOCKS_VOCAB,
+    BY_BLOCKS,
+    SETTINGS,
+    assert_fair,
+    logits,
+    setting,
+)
 
 
 def parameters(rows: int, **values: torch.Tensor | None) -> Parameters:
@@ -151,6 +159,45 @@ def test_draws_have_the_exact_distribution(name: str, draws: int, along: str) ->
     # Weights do not depend on the seed: they are found once.
     found = reference.rows_of(logits(), one)
     assert_fair(name, along, draws, one.seeds.device, lambda rows, drawn: reference.draw(repeated(found, rows), drawn))
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_draws_from_several_blocks_have_the_exact_distribution(name: str, draws: int) -> None:
+    """Of a row of three blocks, of which the last is not full."""
+    found = reference.rows_of(logits(BLOCKS_VOCAB), setting(name, 1, "seeds", 0, torch.device("cpu")))
+    assert_fair(
+        name,
+        "seeds",
+        draws,
+        found.x.device,
+        lambda rows, drawn: reference.draw(repeated(found, rows), drawn),
+        BLOCKS_VOCAB,
+    )
+
+
+@pytest.mark.parametrize(
+    ("draws", "share"),
+    [pytest.param(200_000, 0.01, id="200k"), pytest.param(5_000_000, 0.002, id="5M", marks=pytest.mark.full)],
+)
+def test_a_biased_block_is_found(draws: int, share: float) -> None:
+    """The first block has that share of all tokens too many."""
+    one = setting("all", 1, "seeds", 0, torch.device("cpu"))
+    found = reference.rows_of(logits(BLOCKS_VOCAB), one)
+    sums = found.prefix[:, fixed_point.BLOCK - 1 :: fixed_point.BLOCK][0]
+    more = (found.prefix[0, -1] * share).long()
+    first = torch.arange(BLOCKS_VOCAB) < fixed_point.BLOCK
+    inside = (found.prefix.double() * (1 + more / sums[0])).long()
+    biased = found._replace(prefix=torch.where(first, inside, found.prefix + more))
+    with pytest.raises(AssertionError):
+        assert_fair(
+            "all",
+            "seeds",
+            draws,
+            found.x.device,
+            lambda rows, drawn: reference.draw(repeated(biased, rows), drawn),
+            BLOCKS_VOCAB,
+        )
 
 
 def test_probabilities_are_float64() -> None:

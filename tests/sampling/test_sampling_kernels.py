@@ -10,7 +10,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.sampling import reference
 from dsl_backend.sampling.api import LogprobsMode, Parameters, SamplingSpec, plan, run
 from dsl_backend.testing.sampling import assert_likeliest
-from tests.sampling.distribution import ALONG, AT_ONCE, SETTINGS, VOCAB, assert_fair
+from tests.sampling.distribution import ALONG, AT_ONCE, BLOCKS_VOCAB, BY_BLOCKS, SETTINGS, VOCAB, assert_fair
 
 ROWS = 9
 KERNELS = ["triton", pytest.param("cute", marks=pytest.mark.gpu)]
@@ -46,8 +46,16 @@ def test_kernel_is_the_definition(vocab: int, dtype: torch.dtype, kernel: str, d
 @pytest.mark.parametrize("along", ALONG)
 def test_draws_have_the_exact_distribution(along: str, name: str, kernel: str, device: torch.device) -> None:
     """Five million of one row. Without a GPU the definition is drawn from, whose tokens the kernels give."""
-    sampler = plan(SamplingSpec(vocab=VOCAB), AT_ONCE, device, kernel)
+    sampler = plan(SamplingSpec(vocab=VOCAB), AT_ONCE[VOCAB], device, kernel)
     assert_fair(name, along, 5_000_000, device, lambda rows, drawn: run(sampler, rows, drawn).tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton", "cute"])
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_draws_from_several_blocks_have_the_exact_distribution(name: str, kernel: str, device: torch.device) -> None:
+    sampler = plan(SamplingSpec(vocab=BLOCKS_VOCAB), AT_ONCE[BLOCKS_VOCAB], device, kernel)
+    assert_fair(name, "seeds", 5_000_000, device, lambda rows, drawn: run(sampler, rows, drawn).tokens, BLOCKS_VOCAB)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 300, 777])

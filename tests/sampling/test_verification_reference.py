@@ -232,18 +232,20 @@ def no_residual(patch: pytest.MonkeyPatch) -> None:
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
 
+@pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 @pytest.mark.parametrize("mutant", [same_bits, samplers_bits, no_residual])
-def test_a_wrong_rule_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_found(mutant: Mutant, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
-    assert unfair("none", Known.LOGITS, count("none", Known.LOGITS, 100_000, CPU, definition.verify)) != []
+    assert unfair("none", known, count("none", known, 100_000, CPU, definition.verify)) != []
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 @pytest.mark.parametrize("mutant", [biased_test, biased_target, biased_drafter])
-def test_a_bias_of_a_thousandth_is_found(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bias_of_a_thousandth_is_found(mutant: Mutant, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of five million tokens; where nothing is wrong the same number is fair (above)."""
     mutant(monkeypatch)
-    assert unfair("none", Known.LOGITS, count("none", Known.LOGITS, 5_000_000, CPU, definition.verify)) != []
+    assert unfair("none", known, count("none", known, 5_000_000, CPU, definition.verify)) != []
 
 
 @pytest.mark.parametrize(

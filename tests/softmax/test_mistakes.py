@@ -13,7 +13,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.softmax.cute import host, kernel
 from dsl_backend.testing.softmax import CASES, SoftmaxCase, judge, spec_of, tensors
 from emulator.errors import EmulatorError, HostError
-from tests.attention.mistakes import Mistake, spoilt
+from tests.mistakes import Mistake, spoilt
 
 BY_ID = {case.id: case for case in CASES}
 PREDICATED, STREAM, LATE = (BY_ID[name] for name in ("predicated", "predicated-stream", "late-dependents"))
@@ -40,6 +40,7 @@ def run(case: SoftmaxCase, made: type, schedules: tuple[str, ...] = ("lazy",)) -
     """Run a case on a kernel that is compiled again, twice, the second launch on the result of the first."""
     x, out = tensors(case)
     spec = spec_of(case, x, out)
+    assert case.config is not None
     key = host.key_of(spec, case.config)
     function = None
     for schedule in schedules:

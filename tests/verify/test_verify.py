@@ -16,9 +16,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from dsl_backend import cli, doctor, verify
-from dsl_backend.experts.configs import Kind
+from dsl_backend.experts import dispatch
+from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP4_TILED, MXFP8, NVFP4, ROW_SCALED
 from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing import fuzz, worker
+from dsl_backend.testing import fuzz, tables, worker
 from dsl_backend.testing.worker import Outcome, Status
 
 BENCHMARKS = importlib.import_module("benchmarks")
@@ -45,11 +46,11 @@ def test_families_are_those_of_the_fuzzer() -> None:
 
 
 def test_every_benchmark_is_timed() -> None:
-    """Each operator in one family, by patterns that find rows of it, quick ones among the others."""
+    """Each operator, by patterns that find rows of it, quick ones among the others."""
     operators = dict(BENCHMARKS.operators())
     del operators["launch"]  # times DSLs: it is of no family
     chosen = [benchmark for family in verify.CHECKS.values() for benchmark in family.benchmarks]
-    assert sorted(one.op for one in chosen) == sorted(operators)
+    assert {one.op for one in chosen} == set(operators)
     for benchmark in chosen:
         ids = [case.id for case in operators[benchmark.op].cases()]
         rows, quick, tiny = (
@@ -64,20 +65,25 @@ def test_every_benchmark_is_timed() -> None:
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_80", "sm_90a", "sm_100a"])
 def test_kernels_are_those_of_the_doctor(arch: str) -> None:
-    found = {(one.family, one.kernel): one for one in verify.tallies(doctor.examine(arch), tuple(verify.CHECKS), ())}
+    target = from_arch(arch)
+    found = {(one.family, one.kernel): one for one in verify.tallies(target, tuple(verify.CHECKS), ())}
     assert {family for family, _ in found} == set(verify.CHECKS)
+    for operation in (operation for layer in doctor.examine(arch).layers for operation in layer.operations):
+        for name, check in verify.CHECKS.items():
+            if check.operation == operation.operation:
+                assert {one.name for one in operation.kernels} <= {kernel for family, kernel in found if family == name}
     for (_, kernel), tally in found.items():
         of_some = (
             "cute-scaled",
+            "cute-scaled-decode",
             "cute-scaled-sm100",
             "cute-block-scaled",
+            "cute-weight-only",
             "cute-sm90",
-            *(f"cute-{kind.value}" for kind in Kind),
         )
         assert kernel in ("cute", "triton", "reference", *of_some)
         if kernel == "reference":
             assert bool(tally.reason) == (arch != "cpu")
-    target = from_arch(arch)
     for family in ("decode", "linear"):
         assert bool(found[family, "cute"].reason) != (target.kernel_arch is not None)
     assert found["softmax", "cute"].chosen == (target.kernel_arch is not None)
@@ -85,7 +91,7 @@ def test_kernels_are_those_of_the_doctor(arch: str) -> None:
 
 
 def test_some_kernels() -> None:
-    found = verify.tallies(doctor.examine("sm_90a"), ("mla", "write_kv"), ("cute",))
+    found = verify.tallies(from_arch("sm_90a"), ("mla", "write_kv"), ("cute",))
     assert [(one.family, one.kernel) for one in found] == [("mla", "cute"), ("write_kv", "cute")]
 
 
@@ -130,13 +136,14 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     assert all(entry["status"] == "right" for entry in checks)
     assert sum(entry["problem"] == "fuzz-0-0" for entry in checks) == 2
     rows = [entry for entry in entries if entry["kind"] == "row"]
-    assert {row["operator"] for row in rows} == {"softmax", "linear"}
+    assert {row["operator"] for row in rows} == {"softmax", "linear", "weight-only-linear"}
     assert all(cell["status"] == "ok" for row in rows for cell in row["cells"])
     assert entries[-1] | {"seconds": 0} == {
         "kind": "summary",
         "all_right": True,
         "right": len(checks),
         "failed": 0,
+        "unchecked": [],
         "rows": len(rows),
         "row_failures": [],
         "seconds": 0,
@@ -160,8 +167,12 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch, t
     failed = {name: entry["status"] for name, entry in status.items() if entry["status"] != "right"}
     assert failed == {
         "block": "wrong",
+        "block-default": "wrong",
         "block-ragged": "wrong",
         "cluster-default": "wrong",
+        "cluster-default-even": "wrong",
+        "cluster-default-f32": "wrong",
+        "cluster-default-log": "wrong",
         "recompute-log": "crashed",
         "stream-exact": "crashed",
         "two-vectors": "wrong",
@@ -169,7 +180,7 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch, t
     }
     assert "gone" in status["recompute-log"]["message"]
     assert [entry for entry in entries if entry["kind"] == "row"] == []
-    assert entries[-1]["failed"] == 7
+    assert entries[-1]["failed"] == len(failed)
     assert not entries[-1]["all_right"]
     assert "NOT all right" in result.stdout
     for name in failed:
@@ -181,6 +192,58 @@ def test_what_is_wrong_is_named_and_not_timed(monkeypatch: pytest.MonkeyPatch, t
     again = invoke(*words)
     assert again.exit_code == 0, again.output
     assert "1 problems right" in again.stdout
+
+
+@pytest.mark.parametrize("random", [0, verify.RANDOM_QUICK])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "cpu"])
+def test_every_kernel_of_experts_is_reached(arch: str, random: int) -> None:
+    """Of the problems of a quick run, with and without random ones, each kernel that serves there has some."""
+    target, reached = from_arch(arch), {}
+    for tally in verify.tallies(target, tuple(fuzz.EXPERTS), ()):
+        names = tables.names(tally.family, "cuda", quick=True, random=random, seed=0)
+        cases = [tables.find(tally.family, name, "cuda") for name in names]
+        entries = [entry for entry in dispatch.TABLE if entry.name == tally.kernel]
+        served = sum(any(not entry.objections(case.spec, target) for entry in entries) for case in cases)
+        assert bool(served) == (not tally.reason), (tally, served)
+        if served:
+            reached.setdefault(tally.kernel, []).append(tally.family)
+    everything = list(fuzz.EXPERTS)
+    assert (
+        reached
+        == {
+            "sm_80": {"triton": everything[:2]},
+            "sm_90a": {
+                "cute": ["experts"],
+                "cute-scaled": ["scaled_experts"],
+                "triton": everything[:2],
+                "cute-weight-only": ["weight_only_experts"],
+            },
+            "sm_100a": {
+                "cute": ["experts"],
+                "cute-scaled-sm100": ["scaled_experts"],
+                "triton": everything[:2],
+                "cute-block-scaled": ["block_scaled_experts"],
+            },
+            "cpu": dict.fromkeys(["reference"], everything),
+        }[arch]
+    )
+
+
+def test_problems_of_experts_have_everything_that_layers_may() -> None:
+    """Of each seed's random ones: both formats of a family, x quantised or not, shared experts, sums in any order."""
+
+    def found(family: str, fact: str) -> set[Any]:
+        names = tables.names(family, "cuda", quick=True, random=verify.RANDOM, seed=5)
+        return {getattr(tables.find(family, name, "cuda"), fact) for name in names if tables.RANDOM.fullmatch(name)}
+
+    assert found("experts", "shared") == {0, 1, 2}
+    assert found("experts", "deterministic") == {True, False}
+    assert found("experts", "weight") == {None}
+    assert found("scaled_experts", "weight") == {BLOCK_SCALED, ROW_SCALED}
+    assert found("scaled_experts", "x_given") == {True, False}
+    assert found("block_scaled_experts", "weight") == {MXFP8, MXFP4, NVFP4}
+    assert found("weight_only_experts", "weight") == {MXFP4_TILED}
+    assert found("weight_only_experts", "interleaved") == {True, False}
 
 
 def concluded(*counts: tuple[Status, int], problems: tuple[str, ...] = ()) -> int:
@@ -197,6 +260,23 @@ def test_exit_status() -> None:
     assert concluded((Status.RIGHT, 3), problems=("a row",)) == 1
     for status in Status:
         assert concluded((Status.RIGHT, 3), (status, 1)) == int(status.failed)
+
+
+def test_a_kernel_that_refuses_everything_is_not_all_right() -> None:
+    shown = io.StringIO()
+    screen = verify.Screen(Console(file=shown, width=150))
+    lines = BENCHMARKS.report.JsonLines(None)
+    for kernel, status in (("triton", Status.RIGHT), ("cute", Status.REFUSED)):
+        tally = verify.Tally("experts", kernel, chosen=False, reason="", total=2)
+        tally.counts[status] = 2
+        screen.tallies.append(tally)
+    screen.tallies.append(verify.Tally("experts", "cute-scaled", chosen=False, reason="serves other GPUs"))
+    assert verify.conclude(screen, (), lines, 1.0) == 1
+    assert lines.entries[-1]["unchecked"] == ["experts cute"]
+    assert "NOT CHECKED experts cute: it serves this GPU, and refused every problem" in shown.getvalue()
+    assert "REFUSED ALL" in shown.getvalue()
+    screen.tallies[1].counts.update({Status.REFUSED: -1, Status.RIGHT: 1})
+    assert verify.conclude(screen, (), lines, 1.0) == 0
 
 
 class FakeChild:

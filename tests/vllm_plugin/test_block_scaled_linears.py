@@ -33,6 +33,9 @@ from dsl_backend.quant.format import MXFP8, NVFP4, ScaledFormat
 from dsl_backend.quant.reference import Quantized, mma_dequantized, mma_quantized, unswizzled
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.vllm_plugin.scaled_linears import block_scaled, serve
+from dsl_backend.vllm_plugin.scaled_linears.block_scaled import kernel_of
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
+from dsl_backend.vllm_plugin.scaled_linears.kernels import HandedOn
 from tests.vllm_plugin.test_fused_mlp import model_of
 from tests.vllm_plugin.test_scaled_linears import BF16, error, exact_of, processed, said, without_compilation
 
@@ -79,24 +82,39 @@ def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class MLP(nn.Module):
-    """As most of vLLM's are; `wide` has its weights dequantised, float64."""
+    """As most of vLLM's are; `wide` has its weights dequantised, float64.
 
-    def __init__(self, form: Format, bias: bool = False) -> None:
+    Args:
+        form, down: formats of the gate and up projection, and of the down projection; by default the same.
+        n: columns of a gate.
+    """
+
+    def __init__(self, form: Format, bias: bool = False, *, down: Format | None = None, n: int = N) -> None:
         super().__init__()
-        config = form.config
+        down = down or form
         with set_current_vllm_config(without_compilation()):
-            made: dict[str, Any] = {"quant_config": config, "params_dtype": BF16}
-            self.gate_up_proj = MergedColumnParallelLinear(K, [N, N], bias=bias, prefix="mlp.gate_up_proj", **made)
-            self.down_proj = RowParallelLinear(N, K, bias=False, prefix="mlp.down_proj", **made)
+            made: dict[str, Any] = {"quant_config": form.config, "params_dtype": BF16}
+            self.gate_up_proj = MergedColumnParallelLinear(K, [n, n], bias=bias, prefix="mlp.gate_up_proj", **made)
+            made["quant_config"] = down.config
+            self.down_proj = RowParallelLinear(n, K, bias=False, prefix="mlp.down_proj", **made)
         self.act_fn = SiluAndMul()
-        self.wide = {
-            name: fill(getattr(self, name), form.layers.ours.kind, seed)
-            for seed, name in enumerate(("gate_up_proj", "down_proj"))
-        }
+        kinds = {"gate_up_proj": form.layers.ours.kind, "down_proj": down.layers.ours.kind}
+        self.wide = {name: fill(getattr(self, name), kind, seed) for seed, (name, kind) in enumerate(kinds.items())}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up, _ = self.gate_up_proj(x)
         x = self.act_fn(gate_up)
+        x, _ = self.down_proj(x)
+        return x
+
+
+class Between(MLP):
+    """Something needs the activation's result in 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = self.gate_up_proj(x)
+        x = self.act_fn(gate_up)
+        x = x * 1.0
         x, _ = self.down_proj(x)
         return x
 
@@ -132,7 +150,8 @@ def test_results_within_twice_vllms_own_error(caplog: Any, form: Format, bias: b
     x = x_of(37)
     theirs, ours = MLP(form, bias), MLP(form, bias)
     said(caplog, model_of(ours))
-    assert isinstance(form.layers.holder_of(ours.gate_up_proj).kernel, form.layers.ours)
+    assert isinstance(kernel_of(ours.gate_up_proj), form.layers.ours)
+    assert type(ours.act_fn) is HandedOn
     for mlp in (theirs, ours):
         processed(mlp)
     exact = exact_of(ours, x)
@@ -161,9 +180,65 @@ def test_what_is_said(caplog: Any, form: Format) -> None:
     assert len(lines) == 2
     gate, down = lines
     name = form.layers.name
-    assert gate.startswith(f"dsl serves 2 {name} linear layers (MergedColumnParallelLinear), product of 256 to 256 ")
+    assert gate.startswith(f"dsl serves 2 {name} linear layers (MergedColumnParallelLinear), Swiglu(")
+    assert "of 256 to 128 " in gate
+    assert f", out {name.lower()}, on cpu" in gate
     assert down.startswith(f"dsl serves 2 {name} linear layers (RowParallelLinear), product of 128 to 256 ")
-    assert f"x {name.lower()}, weight {name.lower()}, on cpu: by scaled-linear reference" in gate
+    assert f"x {name.lower()}, weight {name.lower()}, on cpu: by scaled-linear reference" in down
+
+
+@each_format
+def test_the_down_projection_takes_what_it_would_quantise_itself(caplog: Any, form: Format) -> None:
+    """The same values, but for those near the middle of two: the activation is not rounded to 16 bits before."""
+    mlp = MLP(form)
+    said(caplog, model_of(mlp))
+    assert kernel_of(mlp.gate_up_proj).link.consumer is mlp.down_proj
+    assert kernel_of(mlp.down_proj).link is None
+    processed(mlp)
+    handed, _ = mlp.gate_up_proj(x_of(37))
+    assert isinstance(handed, Handed)
+    gate, up = (x_of(37).double() @ mlp.wide["gate_up_proj"].T).chunk(2, -1)
+    down = kernel_of(mlp.down_proj)
+    own = down.quantised(mlp.down_proj, (torch.nn.functional.silu(gate) * up).to(BF16))
+    assert handed.values.shape == own.values.shape
+    whole = float(mlp.down_proj.input_global_scale) if form is NVFP4_FORMAT else 1.0
+    ours, theirs = (mma_dequantized(Quantized(one.values, one.scale, down.kind), whole) for one in (handed, own))
+    # x is quantised too, so that gate and up are not those of `exact`.
+    assert error(ours, theirs) < 0.25
+    assert (handed.scale.view(torch.uint8)[37 * handed.scale.shape[1] // 128 :] == 0).any()
+
+
+@each_format
+def test_what_needs_16_bits_gets_them(caplog: Any, form: Format) -> None:
+    mlp = Between(form)
+    gate, _ = said(caplog, model_of(mlp))
+    assert kernel_of(mlp.gate_up_proj).link.consumer is None
+    assert ", out " not in gate
+    processed(mlp)
+    assert error(mlp(x_of(5)), exact_of(mlp, x_of(5))) < 0.4
+
+
+def test_a_down_projection_of_another_format_quantises_itself(caplog: Any) -> None:
+    mlp = MLP(NVFP4_FORMAT, down=MXFP8_FORMAT)
+    said(caplog, model_of(mlp))
+    assert kernel_of(mlp.gate_up_proj).link.consumer is None
+    processed(mlp)
+    assert error(mlp(x_of(5)), exact_of(mlp, x_of(5))) < 0.4
+
+
+@each_format
+def test_an_activation_that_no_kernel_applies_stays(caplog: Any, monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
+    """SM100's kernel has tiles of 128 gates."""
+    monkeypatch.setattr(serve, "targets", SimpleNamespace(detect=lambda device: from_arch("sm_100a")))
+    monkeypatch.setattr(serve.ahead, "compile_scaled_linears", lambda config, layers: None)
+    mlp, name = MLP(form, n=64), form.layers.name
+    options = {"scaled_linears": "dsl", "scaled_linears_kernel": "cute-sm100"}
+    lines = said(caplog, model_of(mlp), additional_config={"dsl": options})
+    assert type(mlp.act_fn) is SiluAndMul
+    assert kernel_of(mlp.gate_up_proj).link is None
+    assert sum(line.startswith(f"dsl serves 1 {name} linear layers") for line in lines) == 2
+    (left,) = (line for line in lines if line.startswith(f"vLLM serves 1 activations behind {name} layers: "))
+    assert "n 64 is not a multiple of 128" in left
 
 
 def test_a_model_of_both_formats(caplog: Any) -> None:
@@ -278,9 +353,13 @@ WRONG = {
         InvalidInput,
         lambda x, w: api.scaled_linear(x._replace(scale=x.scale[:, :4]), w, alpha=ONE),
     ),
-    "to is nvfp4": (
+    "out_scale is None: a scale is needed for an output in nvfp4": (
         InvalidInput,
-        lambda x, w: api.scaled_linear_quantized(x, w, to=NVFP4),
+        lambda x, w: api.scaled_linear_quantized(x, w, to=NVFP4, alpha=ONE),
+    ),
+    "None is needed for an output in mxfp8": (
+        InvalidInput,
+        lambda x, w: api.scaled_linear_quantized(x, w, to=MXFP8, alpha=ONE, out_scale=ONE),
     ),
     "x is nvfp4: no kernel but SM100's": (
         Unsupported,

@@ -231,6 +231,14 @@ def test_launches_by_lengths(plain_config: VllmConfig, dtype: torch.dtype, guess
     compare(make_impl(), builder, step, *MIXED)
 
 
+def test_lengths_of_a_decode_step_are_not_read(plain_config: VllmConfig) -> None:
+    """Each request has one token, so that there is nothing to choose."""
+    plain_config.additional_config = {"dsl": {"launches_by_lengths": True}}
+    builder = make_builder(plain_config, torch.bfloat16)
+    assert builder.build(0, make_step([1, 1, 1], [4, 9, 30], PAGE).common).host_lengths is None
+    assert builder.build(0, make_step([1, 2, 1], [4, 9, 30], PAGE).common).host_lengths is not None
+
+
 def test_lengths_choose_launches_where_that_was_measured() -> None:
     assert [by_lengths(None, from_arch(arch)) for arch in ("sm_90a", "sm_100a", "sm_80", "cpu")] == [True, *[False] * 3]
     assert not by_lengths(False, from_arch("sm_90a"))
@@ -513,9 +521,17 @@ class TestQuantisedQueries:
         monkeypatch.setattr(validation, "current_target", lambda: from_arch("sm_90a"))
         monkeypatch.setattr(dense.ahead, "compile_attention", lambda *_, **__: None)
 
-    def test_they_are_attended_with(self, plain_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("kv_cache_dtype", ["fp8", pytest.param("nvfp4", marks=needs_packed_pages)])
+    def test_they_are_attended_with(
+        self,
+        plain_config: VllmConfig,
+        monkeypatch: pytest.MonkeyPatch,
+        kv_cache_dtype: str,
+        no_nvfp4_layers: None,
+    ) -> None:
+        nvfp4 = kv_cache_dtype == "nvfp4"
         with set_default_torch_dtype(torch.bfloat16):
-            layer = fp8_layer(plain_config, self.OPTIONS)
+            layer = fp8_layer(plain_config, {"fp8_queries": True} if nvfp4 else self.OPTIONS, kv_cache_dtype)
         assert layer.query_quant is not None
         for name, scale in (("_q_scale", 0.02), ("_k_scale", 0.02), ("_v_scale", 0.03)):
             getattr(layer, name).fill_(scale)
@@ -530,8 +546,18 @@ class TestQuantisedQueries:
             return found
 
         monkeypatch.setattr(layer.impl, "forward", forward)
-        step = make_step(*MIXED, PAGE)
-        compare(layer.impl, builder, step, *MIXED, layer=layer, rounded_query=True)
+        # Few keys of 4 bits: Triton's interpreter writes them.
+        lengths = ((1, 3, 0), (18, 5, 0)) if nvfp4 else MIXED
+        cache = empty_nvfp4_cache(lengths[1], "HND") if nvfp4 else None
+        compare(
+            layer.impl,
+            builder,
+            make_step(*lengths, PAGE),
+            *lengths,
+            cache=cache,
+            layer=layer,
+            rounded_query=True,
+        )
 
     @pytest.mark.parametrize(
         ("options", "kv_cache_dtype"),
@@ -539,6 +565,7 @@ class TestQuantisedQueries:
             ({"attention_kernel": "cute-fp8"}, "fp8"),
             ({}, "fp8"),
             ({"attention_kernel": "triton"}, "fp8_e5m2"),
+            ({"attention_kernel": "triton", "fp8_queries": True}, "fp8_e5m2"),
         ],
     )
     def test_they_stay_as_they_are(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("vllm")
 
@@ -27,10 +28,11 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import dense, metadata, validation
 from dsl_backend.vllm_plugin.fused_mlp.method import GATED_LINEAR
 from dsl_backend.vllm_plugin.norms.method import ADD_NORM, NORM
-from dsl_backend.vllm_plugin.projections.method import PROJECTION
+from dsl_backend.vllm_plugin.projections.method import PROJECTION, EmbeddingMethod
 from dsl_backend.vllm_plugin.rope import method
 from dsl_backend.vllm_plugin.rope.find import Rotation
 from dsl_backend.vllm_plugin.rope.method import ROPE_WRITE_KV
+from tests.vllm_plugin.test_dense import make_builder, make_step
 
 # A GPU that no other test has: what is cached for it are functions that launch nothing.
 GPU: Target = replace(targets.from_arch("sm_90a"), gpu="NVIDIA H200", sm_count=131)
@@ -48,6 +50,8 @@ MOST = {
     "projection": 52,
     "projection by cuBLAS": 14,
     "gate and up": 55,
+    "logits": 58,
+    "metadata of a decode step": 16,
 }
 
 
@@ -91,7 +95,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, plain_config: Any) -> Iterator[di
         monkeypatch.setattr(module, "_known", {})
     rope.writer.cache_clear()
     with torch.inference_mode():
-        yield {**of_rows(), **of_attention(monkeypatch)}
+        yield {**of_rows(), **of_attention(monkeypatch), **of_step(plain_config)}
     rope.writer.cache_clear()
 
 
@@ -142,6 +146,17 @@ def of_attention(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]
     }
 
 
+def of_step(config: Any) -> dict[str, Callable[[], Any]]:
+    """What is called once a step, outside of its graph too."""
+    head = SimpleNamespace(weight=nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=BF16)))
+    x = torch.zeros(1, WIDTH, dtype=BF16)
+    logits = EmbeddingMethod(measured=True, batch_invariant=False)
+    builder = make_builder(config, BF16)
+    builder.launches_by_lengths = True
+    common = make_step([1] * REQUESTS, [200] * REQUESTS, PAGE).common
+    return {"logits": lambda: logits.apply(head, x), "metadata of a decode step": lambda: builder.build(0, common)}
+
+
 def counted(operators: dict[str, Callable[[], Any]]) -> dict[str, int]:
     return {name: calls_of(run) for name, run in operators.items()}
 
@@ -182,14 +197,24 @@ def writers_are_found_by_their_specs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(method, "writer_of", writer_of)
 
 
+def lengths_are_copied_each_time(patch: pytest.MonkeyPatch) -> None:
+    build = dense.DSLMetadataBuilder.build
+
+    def copying(self: Any, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        return replace(build(self, 0, common_attn_metadata), host_lengths=dense.host_lengths(common_attn_metadata))
+
+    patch.setattr(dense.DSLMetadataBuilder, "build", copying)
+
+
 @pytest.mark.parametrize(
     ("mistake", "seen_in"),
     [
         (norms_are_looked_at_each_time, {"norm", "add and norm"}),
-        (projections_are_looked_at_each_time, {"projection", "gate and up"}),
+        (projections_are_looked_at_each_time, {"projection", "gate and up", "logits"}),
         (rotations_are_looked_at_each_time, {"rotation and cache write"}),
+        (lengths_are_copied_each_time, {"metadata of a decode step"}),
         (writers_are_found_by_their_specs, {"rotation and cache write"}),
-        (the_environment_is_read_each_time, {"projection", "projection by cuBLAS", "gate and up"}),
+        (the_environment_is_read_each_time, {"projection", "projection by cuBLAS", "gate and up", "logits"}),
     ],
 )
 def test_mistakes_are_seen(

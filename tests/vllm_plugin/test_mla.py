@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
 from dsl_backend.quant.format import E4M3
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.numerics import assert_within_budget
-from dsl_backend.vllm_plugin import compat
+from dsl_backend.vllm_plugin import compat, mla, validation
 from dsl_backend.vllm_plugin.enum_members import ensure_prefill_member
 from dsl_backend.vllm_plugin.mla import DSLMLAImpl, DSLMLAMetadata, DSLMLAMetadataBuilder
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, packed_batch
@@ -185,6 +187,39 @@ def test_decode(
     assert_within_budget(out, exact[0], naive[0])
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-4, atol=1e-4)
     assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kernel", ["cute-fp8", None])
+def test_quantised_queries(
+    config: VllmConfig, dtype: torch.dtype, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the kernel that takes them was asked for, vLLM quantises them, and hands them over with their scale."""
+    if dtype is not torch.bfloat16:
+        pytest.skip("a GPU's kernels have no float32")
+    monkeypatch.setattr(validation, "current_target", lambda: from_arch("sm_90a"))
+    monkeypatch.setattr(validation, "configuration_reasons", lambda **_: [])  # this is a CPU
+    monkeypatch.setattr(mla.ahead, "compile_attention", lambda *_, **__: None)
+    config.additional_config = {"dsl": {"attention_kernel": kernel, "fp8_queries": kernel is not None}}
+    layer = make_layer("fp8")
+    assert layer.impl.supports_quant_query_input == (kernel is not None)
+    if kernel is None:
+        return
+    layer._q_scale.fill_(0.02)
+    q_lens, kv_lens = (4, 1), (35, 18)
+    config.additional_config = {"dsl": {"attention_kernel": "reference"}}  # no CPU has the kernel
+    step, builder = make_step(q_lens, kv_lens, PAGE), make_builder(layer, config)
+    cache, keys = filled(layer, step, q_lens, kv_lens)
+    q = torch.randn(sum(q_lens), HEADS, LATENT + ROPE, generator=torch.Generator().manual_seed(5)).to(dtype)
+    given = layer._decode_concat_quant_fp8_op.forward_native(q[..., :LATENT], q[..., LATENT:], layer._q_scale)
+    assert given.dtype == E4M3.dtype
+    out, _ = layer.impl.forward_mqa(given, cache, builder.build(0, step.common), layer)
+    rows = (given.double() * 0.02).to(dtype)
+    packed = torch.cat(keys).unsqueeze(1)
+    spec = replace(layer.impl.base_spec, q_dtype=None, kv_dtype=dtype, page_size=None)
+    starts = step.common.query_start_loc
+    exact, naive = oracle(spec, rows, packed, packed[..., :LATENT], starts, starts_of(kv_lens))
+    assert out.dtype == dtype
+    assert_within_budget(out, exact[0], naive[0])
 
 
 def test_draft_blocks_that_are_not_causal(config: VllmConfig, dtype: torch.dtype) -> None:

@@ -210,6 +210,7 @@ def test_what_is_served_is_compiled_ahead(served: Any, monkeypatch: pytest.Monke
 
 
 def serve_key(spec: Any) -> Any:
+    from dsl_backend.norm.configs import default_config
     from dsl_backend.norm.cute import host
 
-    return host.key_of(spec)
+    return host.key_of(spec, default_config(spec))

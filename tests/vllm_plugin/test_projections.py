@@ -110,6 +110,23 @@ def test_what_is_served_and_said(served: Any) -> None:
     assert "product + bias of 64 to 128 bfloat16, for 1 to 64 rows on cpu" in lines[0]
 
 
+def test_logits_need_no_operator(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of compiled code; other layers are in it, and a compiled caller of the logits' sees one node."""
+    model, x, called = Attention(), x_of(3), []
+    served(model)
+    operator = method.PROJECTION
+    monkeypatch.setattr(method, "PROJECTION", lambda *given: called.append(given) or operator(*given))
+
+    def outputs() -> list[torch.Tensor]:
+        return [layer.quant_method.apply(layer, x) for layer in (model.lm_head, model.o_proj)]
+
+    found = outputs()
+    assert [given[1] is model.o_proj.weight for given in called] == [True]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert all(map(torch.equal, found, outputs()))
+    assert [given[1] is model.lm_head.weight for given in called] == [False, True, False]
+
+
 def test_a_second_time_changes_nothing(served: Any) -> None:
     model = Attention()
     served(model)
@@ -303,6 +320,64 @@ def test_router_with_a_kernel_of_its_own_is_left_alone(served: Any) -> None:
     gates = nn.ModuleList([router(out_dtype=torch.float32), special])
     assert served(gates) == ["vLLM serves 2 projections: GateLinear has a forward of its own"]
     assert not any(is_served(gate) for gate in gates)
+
+
+def fused_latent(own_kernel: bool = False) -> Any:
+    """MLA's projection to the latents of queries and of keys.
+
+    Args:
+        own_kernel: with vLLM's own kernel for few rows, as DeepSeek-V3's has on GPUs.
+    """
+    from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
+
+    with set_current_vllm_config(VllmConfig()):
+        made = DeepSeekV2FusedQkvAProjLinear(K, [48, 32])
+    made.weight.data = torch.randn(80, K, generator=torch.Generator().manual_seed(4)).to(BF16)
+    made._use_min_latency_gemm = own_kernel
+    return made
+
+
+@pytest.mark.parametrize("own_kernel", [False, True])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS + 1])
+def test_fused_latent_projection(own_kernel: bool, rows: int, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for, so that it replaces vLLM's own kernel too."""
+    layer, called = fused_latent(own_kernel), []
+    (line,) = served(nn.ModuleList([layer]))
+    assert line.startswith("dsl serves 1 projections (DeepSeekV2FusedQkvAProjLinear), product of 64 to 80 bfloat16")
+    operator = method.PROJECTION
+    monkeypatch.setattr(method, "PROJECTION", lambda *given: called.append(len(given[0])) or operator(*given))
+    x = x_of(rows)
+    out, bias = layer(x)
+    assert called == [rows]
+    assert bias is None
+    assert_within_budget(out, x.double() @ layer.weight.double().T, x @ layer.weight.T)
+
+
+@pytest.mark.parametrize("own_kernel", [False, True])
+def test_fused_latent_projection_by_measurement(own_kernel: bool, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was timed was timed beside cuBLAS, and not beside vLLM's own kernel."""
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: TARGET)
+    monkeypatch.setattr(ahead, "begin", lambda config, units, beside: None)
+    layer = fused_latent(own_kernel)
+    (line,) = served(nn.ModuleList([layer]), additional_config={})
+    assert is_served(layer) is not own_kernel
+    assert layer._use_min_latency_gemm is own_kernel
+    says = "DeepSeekV2FusedQkvAProjLinear has a kernel of vLLM's for up to 16 rows"
+    assert (f"vLLM serves 1 projections: {says}" in line) is own_kernel
+
+
+@pytest.mark.parametrize("changed", ["another flag", "another parent's forward"])
+def test_fused_latent_projection_of_another_form_is_left_alone(changed: str, served: Any) -> None:
+    layer = fused_latent()
+    if changed == "another flag":
+        del layer._use_min_latency_gemm
+    else:
+        kind = type(layer)
+        layer.__class__ = type(kind.__name__, (Own,), {"forward": kind.forward})
+    assert served(nn.ModuleList([layer])) == [
+        "vLLM serves 1 projections: DeepSeekV2FusedQkvAProjLinear has a forward of its own"
+    ]
+    assert not is_served(layer)
 
 
 def test_fused_layers_stay_fused(served: Any) -> None:

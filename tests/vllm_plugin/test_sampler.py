@@ -437,9 +437,12 @@ def test_v1_16_bits_are_not_copied(mode: str, monkeypatch: pytest.MonkeyPatch) -
     runner = adopted(mode)
     seen = []
     run = row_sampler.api.run
-    monkeypatch.setattr(
-        row_sampler.api, "run", lambda plan, logits, *rest: (seen.append(logits), run(plan, logits, *rest))[1]
-    )
+
+    def seeing(plan: Any, logits: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(logits)
+        return run(plan, logits, *rest, **options)
+
+    monkeypatch.setattr(row_sampler.api, "run", seeing)
     logits = some_logits(6).to(torch.bfloat16)
     ours = runner.sampler(logits, step(6, max_num_logprobs=5))
     assert seen[-1] is logits
@@ -655,6 +658,85 @@ def test_v2_needs_no_copy_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None
     logits = some_logits(5).to(torch.bfloat16)
     _, returned = v2_step(own, logits, [0, 1, 2, 3, 4], [0] * 5)
     assert returned.data_ptr() == logits.data_ptr()
+
+
+class Launches(TorchDispatchMode):
+    """The operators of torch that a step runs beside the kernel's launch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def all_greedy_are_drawn_as_others(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sampler_v2, "all_greedy", lambda temperatures: False)
+
+
+def one_greedy_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sampler_v2, "all_greedy", lambda temperatures: not temperatures.all())
+
+
+def tokens_stay_in_the_buffers(patch: pytest.MonkeyPatch) -> None:
+    run = row_sampler.api.run
+    patch.setattr(row_sampler.api, "run", lambda *given, new_tokens=False: run(*given))
+
+
+def greedy_steps_of_v2(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is wrong with steps in which all, and some, requests are greedy."""
+    own = adopted_v2(monkeypatch, [*params(), SamplingParams(temperature=0.0)])
+    logits, wrong = some_logits(6), []
+    v2_step(own, logits, [0, 1, 2, 3, 4, 5], [0] * 6)  # makes the plans
+    with Launches() as counted:
+        tokens, _ = v2_step(own, logits[:2], [0, 5], [3, 4])
+    if "index" in counted.names:
+        wrong.append("looks up")
+    kept = tokens.clone()
+    v2_step(own, -logits[:2], [0, 5], [3, 4])
+    if not torch.equal(tokens, kept):
+        wrong.append("overwrites what vLLM still reads")
+    if not torch.equal(tokens, logits[:2].argmax(-1)):
+        wrong.append("greedy tokens")
+    for position in range(8):
+        alone, _ = v2_step(own, logits[1:2], [2], [position])
+        if not torch.equal(v2_step(own, logits[:2], [0, 2], [3, position])[0][1:], alone):
+            return [*wrong, "others' tokens"]
+    return wrong
+
+
+def test_v2_greedy_steps_look_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert greedy_steps_of_v2(monkeypatch) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "seen"),
+    [
+        (all_greedy_are_drawn_as_others, "looks up"),
+        (one_greedy_is_enough, "others' tokens"),
+        (tokens_stay_in_the_buffers, "overwrites what vLLM still reads"),
+    ],
+)
+def test_v2_mistakes_of_greedy_steps_are_seen(mistake: Any, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    assert seen in greedy_steps_of_v2(monkeypatch)
+
+
+def test_v2_asks_once_where_vllm_finds_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not whether our kernel could find them too, in a step with log-probabilities."""
+    own = adopted_v2(monkeypatch, [SamplingParams(logprobs=5)])
+    own.rows.likeliest = None
+    monkeypatch.setattr(SamplerV2, "get_logprobs_dims", None, raising=False)
+    assert own.likeliest_of_step(np.array([MOST - 1])) is None
+
+
+def test_greedy_rows_in_parts() -> None:
+    """Of a step with more rows than a launch has."""
+    rows = row_sampler.RowSampler(2, torch.device("cpu"))
+    logits = some_logits(5)
+    assert torch.equal(rows.draw_greedy(logits, torch.zeros(5, dtype=torch.int64)).tokens, logits.argmax(-1))
 
 
 def test_v2_second_dummy_run(monkeypatch: pytest.MonkeyPatch) -> None:

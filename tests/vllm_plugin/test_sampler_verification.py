@@ -225,6 +225,41 @@ def test_v1_leaves_logits_as_they_are() -> None:
     assert runner.rejection_sampler.processed(logits, v1_step(), v1_metadata(torch.zeros(ROWS).int())) is logits
 
 
+# What a grammar allows in each row: vLLM masks logits before they are sampled.
+
+
+def grammatical(logits: torch.Tensor) -> torch.Tensor:
+    """All but a few tokens of each row are masked, among them the likeliest one."""
+    allowed = torch.rand(logits.shape, generator=torch.Generator().manual_seed(3)) < 0.1
+    return logits.masked_fill(~allowed.scatter(1, logits.argmax(-1, keepdim=True), False), -torch.inf)
+
+
+def assert_grammatical(masked: torch.Tensor, tokens: torch.Tensor, counts: list[int]) -> None:
+    for request, first in enumerate(CU_ROWS[:-1]):
+        for place in range(counts[request]):
+            assert masked[first + place, tokens[request, place]] > -torch.inf, (request, place)
+
+
+@pytest.mark.parametrize("method", ["greedy", "probabilistic"])
+def test_v1_grammar(method: str) -> None:
+    """Drafts that a grammar forbids are not accepted, whatever their own probabilities are."""
+    runner, metadata = v1_runner(draft_sample_method=method), v1_step()
+    logits = some_logits(ROWS)
+    masked, forbidden = grammatical(logits), logits.argmax(-1)
+    drawn = reference.sample(masked, v1_parameters(metadata, REQUESTS))[0]
+    for inputs, least in ((some_drafts(drawn), 3), (forbidden.roll(1).int(), 1)):
+        made = v1_metadata(inputs)
+        probs = None
+        if method == "probabilistic":
+            probs = torch.full((len(made.draft_token_ids), VOCAB), 1e-3)
+            probs.scatter_(1, made.draft_token_ids.long().unsqueeze(1), 0.8)
+        found = runner.rejection_sampler(made, probs, masked.clone(), metadata).sampled_token_ids
+        counts = (found >= 0).sum(-1).tolist()
+        assert_grammatical(masked, found, counts)
+        assert max(counts) >= least if method == "greedy" else True
+        assert least > 1 or counts == [1] * len(COUNTS)
+
+
 # V2.
 
 V2_REQUESTS: list[dict[str, Any]] = [
@@ -344,6 +379,72 @@ def test_v2_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, logprobs = reference.sample(logits, v2_parameters())
     values, *_ = v2_verify(own, logits, some_drafts(tokens), None)
     torch.testing.assert_close(values, logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_v2_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = v2_rejection_sampler(monkeypatch)
+    logits = some_logits(ROWS)
+    masked, forbidden = grammatical(logits), logits.argmax(-1)
+    drawn = reference.sample(masked, v2_parameters())[0]
+    for inputs, expected in ((some_drafts(drawn), [3, 1, 3, 2]), (forbidden.roll(1).int(), [1] * len(COUNTS))):
+        _, tokens, counts = v2_verify(own, masked.clone(), inputs, None)
+        assert counts.tolist() == expected
+        assert_grammatical(masked, tokens, expected)
+
+
+class OfEachRowsText:
+    """In the place of vLLM's processors, which run on GPUs: penalties, a bad word, a bias and allowed tokens."""
+
+    bad, bias, forbidden = (9, 30), {40: 2.5}, 60
+
+    def apply(self, logits: torch.Tensor, step: Any) -> torch.Tensor:
+        for row, local in enumerate(step.expanded_local_pos.tolist()):
+            # The drafts before this row's token.
+            text = step.input_ids[row - local + 1 : row + 1].tolist()
+            self.change(logits[row], text)
+        return logits
+
+    def change(self, row: torch.Tensor, text: list[int]) -> None:
+        for token in text:
+            row[token] -= 3.0
+        if text[-1:] == [self.bad[0]]:
+            row[self.bad[1]] = -torch.inf
+        for token, bias in self.bias.items():
+            row[token] += bias
+        row[self.forbidden] = -torch.inf
+
+
+@pytest.mark.parametrize("known", [Known.TOKENS, Known.LOGITS])
+def test_v2_processing_is_that_of_each_rows_text(monkeypatch: pytest.MonkeyPatch, known: Known) -> None:
+    """The V2 runner's processors get the drafts before each row, and tokens are drawn from what they return."""
+    draft_logits = None if known is Known.TOKENS else some_logits(MOST * DRAFTS, 9).view(MOST, DRAFTS, VOCAB)
+    own = v2_rejection_sampler(monkeypatch, draft_logits)
+    if not hasattr(own.sampler, "logits_processors"):
+        pytest.skip("this vLLM has no list of processors")
+    processor = OfEachRowsText()
+    own.sampler.logits_processors = [processor]
+    own.sampler.needs_logits_processing[SLOTS] = True
+    logits = some_logits(ROWS) * 0.2
+    logits[:, OfEachRowsText.forbidden] = 9
+    inputs = torch.zeros(ROWS, dtype=torch.int32)
+    inputs[CU_ROWS[2] + 1 : CU_ROWS[2] + 4] = torch.tensor([9, 9, 10])
+    inputs[CU_ROWS[0] + 1 : CU_ROWS[0] + 3] = torch.tensor([7, 8])
+    processed = logits.clone()
+    for row, local in enumerate(LOCAL):
+        processor.change(processed[row], inputs[row - local + 1 : row + 1].tolist())
+    parameters = v2_parameters()
+    drawn = Sampled(*reference.sample(processed, parameters))
+    distributions = None
+    if draft_logits is not None:
+        index = torch.from_numpy(SLOTS[REQUEST] * DRAFTS + LOCAL)
+        distributions = Distributions(values=draft_logits.view(-1, VOCAB), index=index)
+    drafts = Drafts(inputs=inputs, cu_rows=torch.from_numpy(CU_ROWS).int(), distributions=distributions)
+    spec = VerificationSpec(max_drafts=DRAFTS, vocab=VOCAB, known=known)
+    expected, expected_counts = definition.verify(drawn, parameters, drafts, spec)
+    values, tokens, counts = v2_verify(own, logits.clone(), inputs, draft_logits)
+    torch.testing.assert_close(values, processed)
+    assert torch.equal(counts, expected_counts)
+    assert torch.equal(tokens, expected)
 
 
 @pytest.mark.skipif(not v2_verification.LOGPROBS_NAMES, reason="this vLLM passes rows in another way")

@@ -372,7 +372,8 @@ def test_blocks_of_powers_of_two_are_multiplied_in_mxfp8(caplog: Any, stored: bo
     assert "x mxfp8, weight mxfp8" in gate
     assert "Swiglu" in gate
     assert "x mxfp8, weight mxfp8" in down
-    assert kernel(powers.gate_up_proj).link.consumer is None, "the next layer's input is quantised by itself"
+    assert kernel(powers.gate_up_proj).link.consumer is powers.down_proj
+    assert ", out mxfp8, on" in gate
     for mlp in (blocks, powers):
         processed(mlp)
     exact = exact_of(powers, x)
@@ -411,6 +412,18 @@ def test_a_scale_that_is_no_power_of_two_is_named(caplog: Any) -> None:
     mlp.down_proj.weight_scale_inv.data[1, 0] = 0.75
     with pytest.raises(InvalidInput, match=r"a scale of the weight is 0\.75: the checkpoint's config says scale_fmt"):
         processed(mlp)
+
+
+@pytest.mark.parametrize("scheme", ["channels", "blocks"])
+def test_sm100_links_layers_too(caplog: Any, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    monkeypatch.setattr(serve, "targets", SimpleNamespace(detect=lambda device: from_arch("sm_100a")))
+    monkeypatch.setattr(serve.ahead, "compile_scaled_linears", lambda config, layers: None)
+    options = {"scaled_linears": "dsl", "scaled_linears_kernel": "cute-sm100"}
+    mlp = MLP(scheme)
+    gate, _ = said(caplog, model_of(mlp), additional_config={"dsl": options})
+    assert kernel(mlp.gate_up_proj).link.consumer is mlp.down_proj
+    assert ", out e4m3-" in gate
+    assert gate.endswith("on sm_100a: by scaled-linear sm100")
 
 
 def test_a_kernel_by_name(caplog: Any) -> None:

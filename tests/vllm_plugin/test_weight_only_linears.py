@@ -202,7 +202,7 @@ def test_what_is_said(caplog: Any) -> None:
 
 LEFT = {
     "weight_only_linears'] is vllm": {"additional_config": {}},
-    "dsl's kernels for more than 64 rows were not measured": {
+    "dsl's kernels take longer than vLLM's with many rows": {
         "additional_config": {"dsl": {"weight_only_linears": "measured"}}
     },
     "LoRA": {"lora_config": object()},

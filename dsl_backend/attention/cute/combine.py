@@ -6,6 +6,7 @@ from typing import Any, cast
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute import nvfp4_out
 from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS, SplitRange
 from dsl_backend.attention.cute.scheduler.requests import Requests, from_lane, request_of
@@ -43,6 +44,16 @@ def combine_scales(row_max: cutlass.Float32, other_max: cutlass.Float32, new_max
     """
     reference = finite_or_zero(new_max)
     return exp2(row_max - reference), exp2(other_max - reference)
+
+
+def wait_for_previous(split: bool) -> None:
+    """Wait for the kernel before this one; then, if a combine kernel follows, let it start.
+
+    By all threads of an SM100 kernel, whose tensor memory is allocated: CTAs of another kernel could hold it.
+    """
+    dependent_launch.wait()
+    if split:
+        dependent_launch.launch_dependents()
 
 
 def with_fold_workspace(key: Any, outputs: Outputs, num_ctas: Any, tile_m: int, columns: int) -> Outputs:
@@ -583,7 +594,18 @@ class CombineThread:
         out_column = column
         if cutlass.const_expr(self.key.v_splits > 1):
             out_column += v_split_of(self.key, head_block) * self.key.columns
-        if column < self.key.columns:
+        if cutlass.const_expr(self.key.nvfp4_out):
+            nvfp4_out.store_by_lanes(
+                [acc_O[j] * scale for j in range(cute.size(acc_O))],
+                self.key,
+                out,
+                self.scoring.out_block_scale,
+                token,
+                head,
+                out_column,
+                column < self.key.columns,
+            )
+        elif column < self.key.columns:
             result = cute.make_rmem_tensor(acc_O.shape, out.element_type)
             round_to([acc_O[j] * scale for j in range(cute.size(acc_O))], result)
             offset = cutlass.Int64(token) * out.stride[0] + head * out.stride[1] + out_column

@@ -3,7 +3,8 @@
 
 The kernel for long queries gives a query tile with all of its keys to one CTA. Where a batch has fewer query tiles than
 there are CTAs, the longest of them decides the time, and the other CTAs are idle. Split-KV gives all CTAs an even share
-of the key tiles, and costs partial results and the combine kernel.
+of the key tiles, and costs partial results and the combine kernel. Its tiles hold the query heads of a key head side by
+side: where queries are a few tokens behind many keys, they are full, and those of one head are not.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ COMBINE_US = 4.0
 LEAST_GAIN = 0.1
 # What short queries lose in tiles of 128 rows, one CTA per SM: two CTAs take 5 to 10 % less time (H200).
 SHORT_QUERIES_LOSS = 0.1
+# Of the rows of whole query tiles, each of one head: tiles of packed heads must have no more, or whole tiles stay where
+# they are many. Queries of a few tokens fill a tile of packed heads, and a part of one of a head.
+PACKED_ROWS = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +66,19 @@ class Tiling:
         """
         others = max(batch.num_requests - 1, 0)
         left = max(batch.num_tokens - batch.max_query_len - others, 0)
+        if batch.max_query_len <= self.tokens:
+            return 1 + min(others, -(-left // max(batch.max_query_len - 1, 1)))
         prompts = min(others, -(-left // self.tokens))
         return -(-batch.max_query_len // self.tokens) + prompts + (left + prompts) // self.tokens
 
     def tiles(self, batch: Batch) -> int:
         """The same of query tiles."""
         return self.row_tiles(batch) * self.head_blocks
+
+    def saves_rows(self, row_tiles: int, other: "Tiling", other_row_tiles: int) -> bool:
+        """Whether so many row tiles have by far fewer rows than the other tiling's."""
+        rows, others = row_tiles * self.head_blocks * self.rows, other_row_tiles * other.head_blocks * other.rows
+        return rows <= PACKED_ROWS * others
 
     def tile_us(self, spec: AttentionSpec, target: Target) -> float:
         """Time of a key tile, at the highest clock.
@@ -105,7 +116,11 @@ def shortest_of_split(
         None where whole query tiles are as fast; min_query_len; or 0 where the launch had better serve the short
         queries too.
     """
-    if whole.tiles(batch) >= whole.num_ctas:
+    tiles_of_cta = whole.tiles(batch) / max(whole.num_ctas, 1)
+    if tiles_of_cta >= 1 and not (
+        # Longer queries fill tiles, and their number is but a bound.
+        batch.max_query_len < whole.tokens and split.saves_rows(split.row_tiles(batch), whole, whole.row_tiles(batch))
+    ):
         return None
     longest = -(-keys_seen(spec, batch, whole.tokens) // whole.keys)
     keys = keys_seen(spec, batch, batch.max_query_len)
@@ -116,7 +131,7 @@ def shortest_of_split(
     bytes_per_us = target.chips[0].memory_gb_s * 1e3
     combine_us = COMBINE_US + partial_bytes / bytes_per_us
     split_us = -(-key_tiles // split.num_ctas) * split.tile_us(spec, target) + combine_us
-    if split_us > (1 - LEAST_GAIN) * longest * whole.tile_us(spec, target):
+    if split_us > (1 - LEAST_GAIN) * max(tiles_of_cta, 1) * longest * whole.tile_us(spec, target):
         return None
     short_bytes = max(batch.num_requests - 1, 0) * keys_seen(spec, batch, 1) * spec.heads_kv * key_bytes(spec)
     return 0 if SHORT_QUERIES_LOSS * short_bytes / bytes_per_us <= COMBINE_US else min_query_len

@@ -15,6 +15,7 @@ from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.tiles import NUMERIC, LayerKey
 from dsl_backend.attention.protocol import COUNTERS
 from dsl_backend.attention.spec import Causality
+from dsl_backend.quant.format import NVFP4
 
 ALIGNMENT = 16  # bytes: of the addresses and strides that TMA takes
 SINKS = {"float32": cutlass.Float32, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
@@ -36,32 +37,36 @@ def fake_args(key: LayerKey, tensors: DenseTensors | Nvfp4Tensors | MlaTensors) 
     )
 
 
+def fake_query(key: LayerKey) -> Any:
+    """The type of the elements of queries."""
+    return cutlass.Uint8 if key.fp8_q and key.reads_fp8_q else NUMERIC[key.dtype]
+
+
 def fake_dense_tensors(key: LayerKey) -> DenseTensors:
     lead = fake_pages(key)
-    numeric = NUMERIC[key.dtype]
-    stored = cutlass.Uint8 if key.kv.fp8 else numeric
+    stored = cutlass.Uint8 if key.kv.fp8 else NUMERIC[key.dtype]
     return DenseTensors(
-        fake_rows(
-            cutlass.Uint8 if key.fp8_q and key.reads_fp8_q else numeric, key.head_dim, key.heads_q, cute.sym_int()
-        ),
+        fake_rows(fake_query(key), key.head_dim, key.heads_q, cute.sym_int()),
         fake_rows(stored, key.head_dim, key.heads_kv, *lead),
         fake_rows(stored, key.head_dim_v, key.heads_kv, *lead),
     )
 
 
 def fake_mla_tensors(key: LayerKey) -> MlaTensors:
-    numeric = NUMERIC[key.dtype]
-    stored = cutlass.Uint8 if key.kv.fp8 else numeric
+    query, stored = fake_query(key), cutlass.Uint8 if key.kv.fp8 else NUMERIC[key.dtype]
     return MlaTensors(
-        fake_rows(numeric, key.head_dim_v, key.heads_q, cute.sym_int()),
-        fake_rows(numeric, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
+        fake_rows(query, key.head_dim_v, key.heads_q, cute.sym_int()),
+        fake_rows(query, key.head_dim - key.head_dim_v, key.heads_q, cute.sym_int()),
         fake_rows(stored, key.head_dim, key.heads_kv, *fake_pages(key)),
     )
 
 
 def fake_outputs(key: LayerKey) -> tuple[Any, Any]:
     """`out` and `lse`."""
-    out = fake_rows(cutlass.Uint8 if key.fp8_out else NUMERIC[key.dtype], key.head_dim_v, key.heads_q, cute.sym_int())
+    width, numeric = key.head_dim_v, NUMERIC[key.dtype]
+    if key.out_format is not None:
+        width, numeric = width // key.out_format.packed, cutlass.Uint8
+    out = fake_rows(numeric, width, key.heads_q, cute.sym_int())
     if not key.lse:
         return out, None
     strides = (cute.sym_int64(), cute.sym_int64())
@@ -91,8 +96,15 @@ def fake_score_mod_args(key: LayerKey) -> ScoreModArgs:
         fake_layer_scale(key) if key.kv.quantized else None,
         fake_layer_scale(key) if key.kv.quantized else None,
         fake_layer_scale(key) if key.fp8_q else None,
-        fake_vector(cutlass.Float32, 1) if key.fp8_out else None,
+        fake_vector(cutlass.Float32, 1) if key.out_format is not None else None,
+        fake_block_scale(key) if key.nvfp4_out else None,
     )
+
+
+def fake_block_scale(key: LayerKey) -> Any:
+    """Scales of the blocks of NVFP4 outputs, a byte each."""
+    width = NVFP4.scale_shape(1, key.heads_q * key.head_dim_v)[1]
+    return make_fake_tensor(cutlass.Uint8, (cute.sym_int(), width), (width, 1), assumed_align=4)
 
 
 def fake_scheduler_workspace(key: LayerKey) -> Any:

@@ -27,3 +27,10 @@ def split_keys(spec: AttentionSpec) -> int:
 def tiles_per_split(spec: AttentionSpec, tile_n: int) -> int:
     """Key tiles of a split; 0 if the layer is not batch-invariant."""
     return max(1, split_keys(spec) // tile_n) if spec.batch_invariant else 0
+
+
+def against_early_dependents(asked: bool, spec: AttentionSpec) -> list[str]:
+    """Why a configuration's combine kernel cannot let the next kernel start early."""
+    if not (asked and spec.batch_invariant):
+        return []
+    return ["early_dependents: the combine kernel of a batch-invariant layer lets no kernel start early"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries in e4m3: threads load rows from global memory and quantize each by its own maximum."""
+"""Queries in e4m3: threads load rows and quantize each by its own maximum; rows that are in e4m3 are copied."""
 
 from typing import Any
 
@@ -26,13 +26,23 @@ class Queries:
         mQ: as it is in global memory.
         rows: of a work tile.
         threads: that take part; thread: which of them this is.
+        ahead: rows that a thread loads before it quantizes the first of them: Q comes from memory, not from L2. They
+            need registers.
     """
 
     def __init__(
-        self, kernel: Any, mQ: cute.Tensor, rows: int, thread: cutlass.Int32, threads: int, lanes: int = QUAD
+        self,
+        kernel: Any,
+        mQ: cute.Tensor,
+        rows: int,
+        thread: cutlass.Int32,
+        threads: int,
+        lanes: int = QUAD,
+        ahead: int = 1,
     ) -> None:
         self.kernel, self.key, self.mQ, self.rows, self.lanes = kernel, kernel.key, mQ, rows, lanes
-        self.thread, self.rows_at_once = thread, threads // lanes
+        self.thread, self.rows_at_once, self.ahead = thread, threads // lanes, ahead
+        self.dtype: Any = kernel.dtype  # of queries in global memory
 
     @cute.jit
     def quantize(self, work: WorkTile, sQ_bytes: cute.Tensor, sScale: cute.Tensor):
@@ -42,14 +52,17 @@ class Queries:
         """
         lane = self.thread % self.lanes
         vectors = cutlass.const_expr(self.kernel.dims // VECTOR // self.lanes)
-        # A loop: two rounds of a warpgroup at once spill 160 bytes with SM100's 168 registers (ptxas 13.0).
-        for first in cutlass.range(0, self.rows, self.rows_at_once, unroll=1):
-            row = first + self.thread // self.lanes
-            values = cute.make_rmem_tensor((VECTOR, vectors), self.kernel.dtype)
-            values.fill(self.kernel.dtype(0))
-            if row < work.num_rows:
-                self.load_row(work, row, lane, values)
-            self.store_row(row, lane, values, sQ_bytes, sScale)
+        # A loop: two rounds of MLA's rows at once spill 160 bytes with SM100's 168 registers (ptxas 13.0).
+        for first in cutlass.range(0, self.rows, self.rows_at_once * self.ahead, unroll=1):
+            values = cute.make_rmem_tensor((VECTOR, vectors, self.ahead), self.dtype)
+            values.fill(self.dtype(0))
+            for i in cutlass.range_constexpr(self.ahead):
+                row = first + i * self.rows_at_once + self.thread // self.lanes
+                if row < work.num_rows:
+                    self.load_row(work, row, lane, values[None, None, i])
+            for i in cutlass.range_constexpr(self.ahead):
+                row = first + i * self.rows_at_once + self.thread // self.lanes
+                self.store_row(row, lane, values[None, None, i], sQ_bytes, sScale)
 
     @cute.jit
     def load_row(self, work: WorkTile, row: cutlass.Int32, lane: cutlass.Int32, values: cute.Tensor):
@@ -81,10 +94,13 @@ class Queries:
             for half in cutlass.range_constexpr(2):
                 scaled = [values[half * 4 + j, i].to(cutlass.Float32) * inverse for j in range(4)]
                 words[half] = f32_to_e4m3(*scaled)
-            target = cute.local_tile(sQ_bytes, (1, VECTOR), (row, lane + self.lanes * i))
-            cute.autovec_copy(cute.recast_tensor(words, cutlass.Uint8), cute.group_modes(target, 0, 2))
+            self.store_vector(row, lane + self.lanes * i, cute.recast_tensor(words, cutlass.Uint8), sQ_bytes)
         if lane == 0:
             sScale[row] = row_max * (1.0 / LARGEST)
+
+    def store_vector(self, row: cutlass.Int32, index: cutlass.Int32, values: cute.Tensor, sQ_bytes: cute.Tensor):
+        target = cute.local_tile(sQ_bytes, (1, VECTOR), (row, index))
+        cute.autovec_copy(values, cute.group_modes(target, 0, 2))
 
 
 class MlaQueries(Queries):
@@ -103,3 +119,30 @@ class MlaQueries(Queries):
             mQ, first = (self.mQ, 0) if cutlass.const_expr(i < latent) else (self.mQRope, latent)
             offset = cutlass.Int64(token) * mQ.stride[0] + head * mQ.stride[1]
             load_vector(mQ.iterator, offset + (lane + QUAD * (i - first)) * VECTOR, values[None, i])
+
+
+class QuantizedMlaQueries(MlaQueries):
+    """The same where queries arrive in e4m3: they are copied. Their scale is a factor of the softmax scale."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.dtype = cutlass.Uint8
+
+    @cute.jit
+    def store_row(
+        self,
+        row: cutlass.Int32,
+        lane: cutlass.Int32,
+        values: cute.Tensor,
+        sQ_bytes: cute.Tensor,
+        sScale: cute.Tensor,
+    ):
+        for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            self.store_vector(row, lane + self.lanes * i, values[None, i], sQ_bytes)
+        if lane == 0:
+            sScale[row] = 1.0
+
+
+def mla_queries(kernel: Any, *args: Any) -> MlaQueries:
+    """What loads a kernel's queries, of the dtype in which they arrive; arguments as of `MlaQueries`."""
+    return (QuantizedMlaQueries if kernel.key.fp8_q else MlaQueries)(kernel, *args)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a layer's spec and tensors to CuTe DSL kernels: their keys, functions and launches."""
 
+import math
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
@@ -78,7 +79,7 @@ def facts_of(
         "tiles_per_split": tiles_per_split,
         "scales_by_request": spec.scales_by_request,
         "fp8_q": spec.is_fp8_q,
-        "fp8_out": spec.is_fp8_out,
+        "out_format": spec.out_format,
         "scores": ScoreModKey(
             softcap=spec.softcap > 0, alibi=spec.alibi, sinks=short(sinks) if sinks else None, signed=spec.scale <= 0
         ),
@@ -129,6 +130,15 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
             f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
             f"are needed"
         )
+
+
+def bytes_of(block_scale: torch.Tensor | None) -> torch.Tensor | None:
+    """The scales of NVFP4 outputs as bytes. Raises Misaligned where those of four blocks are no word."""
+    if block_scale is None:
+        return None
+    if block_scale.data_ptr() % 4:
+        raise Misaligned(f"out[1] begins at {block_scale.data_ptr():#x}: a multiple of 4 is needed")
+    return block_scale.view(torch.uint8)
 
 
 def scales_of(spec: AttentionSpec, operands: Operands) -> tuple[torch.Tensor | None, ...]:
@@ -201,6 +211,21 @@ class LayerKernel(Kernel):
     def tensors(self, operands: Operands) -> DenseTensors | MlaTensors:
         """The tensors of a layer as the kernel takes them. Raises Misaligned if TMA cannot take one."""
         raise NotImplementedError
+
+    def queries(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries as the kernel takes them, in parts of their columns.
+
+        Quantised ones become bytes, or numbers of the layer's dtype, which has all of e4m3, without their scale.
+        """
+        if not self.spec.is_fp8_q:
+            return parts
+        if self.key_type.reads_fp8_q:
+            return tuple(part.view(torch.uint8) for part in parts)
+        widths = [part.shape[-1] for part in parts]
+        shape = (*parts[0].shape[:-1], sum(widths))
+        size = math.prod(shape) * self.spec.dtype.itemsize
+        made = self.workspace.operand(size)[:size].view(self.spec.dtype).view(shape).split(widths, -1)
+        return tuple(whole.copy_(part) for whole, part in zip(made, parts, strict=True))
 
     @property
     def v_splits(self) -> int:
@@ -280,8 +305,10 @@ class LayerKernel(Kernel):
         if sinks is None and slopes is None and out_scale is None and not spec.is_quantized_kv:
             return self.plain_scoring
         made = ScoreModArgs(spec.scale, spec.softcap, sinks, slopes, *scales_of(spec, operands))
+        if out_scale is None:
+            return made
         # One number of any shape.
-        return made if out_scale is None else made._replace(out_scale=out_scale.view(1))
+        return made._replace(out_scale=out_scale.view(1), out_block_scale=bytes_of(operands.out_block_scale))
 
     def bind(self, batch: Batch, min_seqlen_q: int, max_seqlen_q: int) -> Launch:
         if batch.num_requests == 0 or batch.num_tokens == 0:
@@ -309,7 +336,7 @@ class LayerKernel(Kernel):
 
         def launch(operands: Operands) -> None:
             lse, sinks, out = operands.lse, operands.sinks, operands.out
-            if spec.is_fp8_out:
+            if spec.is_quantized_out:
                 out = out.view(torch.uint8)
             function = self.function(lse is not None, None if sinks is None else sinks.dtype)
             function(tensors(operands), out, lse, *scratch, shared(), self.scoring(operands), num_ctas)
@@ -328,6 +355,7 @@ class DenseKernel(LayerKernel):
         most_packed_heads: of a tile, where keys are split.
         other: the kernel of the second one; None where one serves all query lengths.
         extend: the kernel for few query tiles; None where keys of long queries are not split.
+        takes_short_queries: these kernels may serve short queries beside long ones, whose products are as exact.
         exact_pairs, late_claims: the kernel's, as `TiledKernel` has them.
     """
 
@@ -336,6 +364,7 @@ class DenseKernel(LayerKernel):
     other_type: "type[DenseKernel] | None" = None
     most_packed_heads = 64
     exact_pairs = late_claims = False
+    takes_short_queries = True
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         # A configuration that was asked for serves all batches.
@@ -390,10 +419,14 @@ class DenseKernel(LayerKernel):
                 estimate = Estimate(self.spec, batch.host_lengths, self.target, min_seqlen_q)
                 whole = min((self.other, self.alone), key=lambda one: estimate.whole_us(one.tiling, min_seqlen_q))
             tilings = whole.tiling, self.extend.tiling
-            chosen = fastest(self.spec, batch.host_lengths, self.target, *tilings, min_seqlen_q)
+            chosen = fastest(
+                self.spec, batch.host_lengths, self.target, *tilings, min_seqlen_q, short_too=self.takes_short_queries
+            )
             return self.extend if chosen.split else whole, chosen.shortest
         shortest = shortest_of_split(self.spec, batch, self.target, self.tiling, self.extend.tiling, min_seqlen_q)
-        return None if shortest is None else (self.extend, shortest)
+        if shortest is None:
+            return None
+        return self.extend, shortest if self.takes_short_queries else min_seqlen_q
 
     def is_for_other(self, query_len: int) -> bool:
         """Whether `other` serves a batch whose longest query, of those given to this kernel, has `query_len` tokens."""
@@ -420,19 +453,11 @@ class DenseKernel(LayerKernel):
         return min(SHORT_QUERY, self.tile_m // self.pack_gqa) if self.split else None
 
     def tensors(self, operands: Operands) -> DenseTensors:
-        q = operands.q
-        if self.spec.is_fp8_q:
-            q = q.view(torch.uint8) if self.key_type.reads_fp8_q else self.converted(q)
+        (q,) = self.queries(operands.q)
         given = q, operands.keys, operands.values, operands.out
         self.alignment.check(("q", "keys", "values", "out"), given)
         keys, values = stored(self.spec, operands.keys), stored(self.spec, operands.values)
         return DenseTensors(q, keys, values)
-
-    def converted(self, q: torch.Tensor) -> torch.Tensor:
-        """Quantised queries in the layer's dtype, which has all numbers of e4m3, without their scale."""
-        buffer = self.workspace.operand(q.numel() * self.spec.dtype.itemsize)
-        made = buffer[: q.numel() * self.spec.dtype.itemsize].view(self.spec.dtype).view(q.shape)
-        return made.copy_(q)
 
 
 class ManyRows(DenseKernel):
@@ -487,6 +512,9 @@ class MlaKernel(LayerKernel):
         latent, q, q_rope = self.spec.head_dim_v, operands.q, operands.q_rope
         if q_rope is None:
             # Half the time of two slices on the host.
+            (q,) = self.queries(q)
             q, q_rope = torch.split_with_sizes(q, (latent, q.shape[-1] - latent), -1)
+        else:
+            q, q_rope = self.queries(q, q_rope)
         self.alignment.check(("q", "q_rope", "keys"), (q, q_rope, operands.keys))
         return MlaTensors(q, q_rope, stored(self.spec, operands.keys))

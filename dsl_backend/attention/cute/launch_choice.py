@@ -198,13 +198,21 @@ def key_tiles(spec: AttentionSpec, lengths: HostLengths, tiling: Tiling) -> np.n
 
 
 def fastest(
-    spec: AttentionSpec, lengths: HostLengths, target: Target, whole: Tiling, split: Tiling, min_query_len: int
+    spec: AttentionSpec,
+    lengths: HostLengths,
+    target: Target,
+    whole: Tiling,
+    split: Tiling,
+    min_query_len: int,
+    *,
+    short_too: bool = True,
 ) -> LaunchChoice:
     """The launches that are estimated to take least; whole query tiles unless others gain LEAST_GAIN.
 
     Args:
         whole, split: of the kernel with whole query tiles, and of the one that splits keys.
         min_query_len: of long queries; another kernel serves shorter ones where these do not.
+        short_too: these kernels may serve short queries.
     """
     estimate = Estimate(spec, lengths, target, min_query_len)
     long = lengths.queries >= min_query_len
@@ -212,13 +220,15 @@ def fastest(
     shortest = min_query_len if lengths.has_queries_up_to(min_query_len - 1) else 0
     short_us = estimate.short_us() if shortest else 0.0
     usual = LaunchChoice(False, shortest, estimate.whole_us(whole, min_query_len) + short_us)
-    if int((-(-lengths.queries[long] // whole.tokens)).sum()) * whole.head_blocks > EVEN_TILES * whole.num_ctas:
+    row_tiles, packed = (int((-(-lengths.queries[long] // one.tokens)).sum()) for one in (whole, split))
+    even = row_tiles * whole.head_blocks > EVEN_TILES * whole.num_ctas
+    if even and not split.saves_rows(packed, whole, row_tiles):
         return usual
-    others = [LaunchChoice(True, 0, estimate.split_us(split, 0))]
-    if shortest:
+    others = [LaunchChoice(True, shortest, estimate.split_us(split, shortest) + short_us)]
+    if shortest and short_too:
         others += [
+            LaunchChoice(True, 0, estimate.split_us(split, 0)),
             LaunchChoice(False, 0, estimate.whole_us(whole, 0)),
-            LaunchChoice(True, shortest, estimate.split_us(split, shortest) + short_us),
         ]
     best = min(others, key=lambda one: one.us)
     return best if best.us <= (1 - LEAST_GAIN) * usual.us else usual

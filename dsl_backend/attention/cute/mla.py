@@ -52,6 +52,13 @@ class MlaKey(LayerKey):
         return self.head_dim * self.kv.itemsize
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fp8MlaKey(MlaKey):
+    """That of kernels with products in 8 bits."""
+
+    reads_fp8_q = True
+
+
 MOST_BOXES = 4  # boxes of Q in a tile; each takes one TMA load for every chunk
 
 

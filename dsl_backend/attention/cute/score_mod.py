@@ -36,7 +36,8 @@ class ScoreModArgs(NamedTuple):
         k_scale, v_scale: dequantization scales of an fp8 cache. A scale that all heads share has a stride of 0. With
             `LayerKey.scales_by_request` (request, head_kv).
         q_scale: the same of quantised queries, by KV head.
-        out_scale: what quantised outputs are divided by.
+        out_scale: what outputs in e4m3 are divided by, and those in NVFP4 are multiplied by.
+        out_block_scale: where the scales of blocks of NVFP4 outputs go, bytes.
     """
 
     scale: cutlass.Float32
@@ -47,6 +48,7 @@ class ScoreModArgs(NamedTuple):
     v_scale: cute.Tensor | None  # (head_kv), float32
     q_scale: cute.Tensor | None = None  # (head_kv), float32
     out_scale: cute.Tensor | None = None  # (1), float32
+    out_block_scale: cute.Tensor | None = None  # (rows, blocks of a row)
 
 
 def element_of(key: Any, scale: cute.Tensor, head_block: Any, request: Any) -> cutlass.Float32:
@@ -68,13 +70,14 @@ def v_scale_of(key: Any, scoring: ScoreModArgs, head_block: Any, request: Any) -
 def out_factor_of(key: Any, scoring: ScoreModArgs, head_block: Any, request: Any) -> cutlass.Float32 | None:
     """What outputs are multiplied by besides the inverse of row_sum; None for 1.
 
-    It is the scale of the values and the inverse of the outputs'; arguments as of `v_scale_of`.
+    It is the scale of the values, and that of NVFP4 outputs or the inverse of e4m3 outputs'; arguments as of
+    `v_scale_of`.
     """
     v_scale = v_scale_of(key, scoring, head_block, request)
     if scoring.out_scale is None:
         return v_scale
-    inverse = cutlass.Float32(1.0) / scoring.out_scale[0]
-    return inverse if v_scale is None else v_scale * inverse
+    factor = scoring.out_scale[0] if key.nvfp4_out else cutlass.Float32(1.0) / scoring.out_scale[0]
+    return factor if v_scale is None else v_scale * factor
 
 
 class SoftmaxScale:

@@ -20,7 +20,7 @@ from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of, 
 from dsl_backend.attention.cute.score_mod import ScoreModKey
 from dsl_backend.attention.cute.sizes import chunk, fp8_chunk, padded, scale_box_bytes, v_splits
 from dsl_backend.primitives.copy import store_vector
-from dsl_backend.quant.format import KV_BLOCK, KVFormat
+from dsl_backend.quant.format import KV_BLOCK, NVFP4, KVFormat, ScaledFormat
 
 VECTOR = 8  # elements of 16 bytes
 NUMERIC = {"float16": cutlass.Float16, "bfloat16": cutlass.BFloat16}
@@ -50,7 +50,7 @@ class LayerKey:
         scales_by_request: each request has dequantization scales of its own; keys are paged.
         fp8_q: queries arrive in e4m3, with dequantization scales.
         reads_fp8_q: the kernel takes these as they are; for others a launch before converts them to dtype.
-        fp8_out: outputs are divided by a scale and stored in e4m3, as bytes.
+        out_format: of outputs, which are scaled and stored as bytes; None: they are of dtype.
     """
 
     reads_fp8_q: ClassVar[bool] = False
@@ -72,7 +72,11 @@ class LayerKey:
     scores: ScoreModKey
     scales_by_request: bool = False
     fp8_q: bool = False
-    fp8_out: bool = False
+    out_format: ScaledFormat | None = None
+
+    @property
+    def nvfp4_out(self) -> bool:
+        return self.out_format == NVFP4
 
     @property
     def dynamic_scheduler(self) -> bool:

@@ -54,6 +54,7 @@ class Layer(NamedTuple):
     nvfp4: Any
     scales_by_request: Any
     fp8_q: Any
+    nvfp4_out: Any
     bf16: Any
 
 
@@ -113,8 +114,9 @@ class Cache(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    out: Rows  # (total_q, head_q, head_dim_v)
+    out: Rows  # (total_q, head_q, head_dim_v); of NVFP4 bytes of two elements
     lse: Rows  # (total_q, head_q); its strides are unspecialized: with heads first one is the number of tokens
+    block_scale: Any  # of NVFP4, bytes
 
 
 class Tensors(NamedTuple):
@@ -195,6 +197,7 @@ def layer_of(spec: AttentionSpec) -> Layer:
         spec.kv.nvfp4,
         spec.scales_by_request,
         spec.is_fp8_q,
+        spec.is_nvfp4_out,
         spec.dtype == torch.bfloat16,
     )
     return layer
@@ -231,6 +234,7 @@ def outputs_of(target: Target, operands: Operands) -> Outputs:
     return Outputs(
         rows_of(kv_storage(operands.out, target)),
         Rows(lse.ptr, unspecialized(lse.token_stride), unspecialized(lse.head_stride)),
+        None if operands.out_block_scale is None else operands.out_block_scale.view(torch.uint8),
     )
 
 

@@ -83,9 +83,12 @@ class TileConfig:
         # fp8 tiles are widened on their way to tcgen05: one stage less waits for it.
         from_shared = (target.wgmma and self.block_m >= 64) or (tensor_memory and not spec.is_quantized_kv)
         tiles = self.num_stages if from_shared else max(1, self.num_stages - 1)
-        staged = tiles * self.block_n * (row + value_row) * spec.kv_dtype.itemsize
+        staged = tiles * self.block_n * spec.kv.row_bytes(row + value_row)
         # The latent of an fp8 cache is both operands, widened once for both.
         widened = 2 * self.block_n * (row + value_row) if spec.is_quantized_kv and (spec.mla or tensor_memory) else 0
+        if spec.kv.nvfp4 and not tensor_memory:
+            # A thread widens whole blocks; the products take other elements of it, of keys or of values.
+            widened = 2 * self.block_n * max(row, value_row)
         # Triton 3.6.0 needs as much more as copies of two latent tiles take; 3.9.0 does not.
         copied = 4 * self.block_n * spec.head_dim_v if spec.mla and tensor_memory and not spec.is_fp8_kv else 0
         return staged + widened + copied + 2 * self.block_m * (row + self.block_n)

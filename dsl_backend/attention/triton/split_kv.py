@@ -43,6 +43,7 @@ from dsl_backend.attention.triton.tiles import (
     load_query_tile,
     lse_pointers,
     normalizer,
+    store_blocks,
     store_partial,
 )
 from dsl_backend.attention.triton.warm_up import operands_of, warm_up
@@ -174,8 +175,13 @@ def combine_kernel(
     factor, row_lse = normalizer(row_max, row_sum, True, head, request, Scores(score_mod, 0, v_scale_stride), LAYER)
     out = outputs.out
     lse = outputs.lse
-    pointers = out.ptr + token * out.token_stride + head * out.head_stride + column
-    tl.store(pointers, quantize(acc * factor, out.ptr.dtype.element_ty, False), mask=column < LAYER.head_dim_v)
+    if LAYER.nvfp4_out:
+        zero = tl.zeros([1], tl.int64)
+        values = (acc * factor)[None, :]
+        store_blocks(outputs, zero + token, zero + head, values, zero == 0, tl.program_id(2) * COLUMNS, COLUMNS, LAYER)
+    else:
+        pointers = out.ptr + token * out.token_stride + head * out.head_stride + column
+        tl.store(pointers, quantize(acc * factor, out.ptr.dtype.element_ty, False), mask=column < LAYER.head_dim_v)
     if lse.ptr is not None:
         if tl.program_id(2) == 0:
             tl.store(lse_pointers(lse, token, head) + tl.arange(0, 1), row_lse)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsl_backend.attention.triton.args import number_of
-from dsl_backend.quant.triton.convert import dequantize, e2m1_to_f32, quantize
+from dsl_backend.quant.triton.convert import dequantize, e2m1_pair_to_f32, f32_to_e2m1, nvfp4_scale, quantize
 from dsl_backend.runtime.target import triton_interpreted
 
 INTERPRETED = tl.constexpr(triton_interpreted())
@@ -255,6 +255,12 @@ def key_rows(cache, tile, n0, pages, LAYER, BLOCK_N: tl.constexpr):
         return in_head + pages.to(tl.int64) * cache.page_stride + (n % LAYER.page_size) * cache.token_stride
 
 
+@triton.constexpr_function
+def pow2_factor(number):
+    """The largest power of two that divides a number."""
+    return number & -number
+
+
 @triton.jit
 def load_kv(
     cache,
@@ -276,17 +282,22 @@ def load_kv(
     """
     rows = key_rows(cache, tile, n0, pages, LAYER, BLOCK_N)
     if LAYER.nvfp4:
-        d = FIRST + tl.arange(0, BLOCK_D)
-        keep = (d < DIM)[None, :]
+        # A thread has whole blocks of 16 elements: 8 bytes and a scale.
+        block = FIRST // 16 + tl.arange(0, BLOCK_D // 16)
+        keep = (block < DIM // 16)[None, :]
         if MASKED:
             keep = keep & inside[:, None]
-        packed = tl.load(cache.ptr + rows[:, None] + (d // 2)[None, :], mask=keep, other=0)
+        offsets = rows[:, None, None] + (block * 8)[None, :, None] + tl.arange(0, 8)[None, None, :]
+        packed = tl.load(cache.ptr + offsets, mask=keep[:, :, None], other=0)
         # Scales lie behind the page's elements, in the same order: an eighth as far apart.
         page = pages.to(tl.int64) * cache.page_stride
-        scale_rows = page + LAYER.page_size * LAYER.heads_kv * (DIM // 2) + (rows - page) // 8
-        scales = tl.load(cache.ptr + scale_rows[:, None] + (d // 16)[None, :], mask=keep, other=0)
-        elements = e2m1_to_f32(packed >> ((d % 2) * 4).to(tl.uint8)[None, :])
-        return (elements * dequantize(scales, tl.float32, False)).to(dtype)
+        in_page = LAYER.page_size * LAYER.heads_kv * (DIM // 2) + (rows - page) // 8
+        scale_rows = page + tl.multiple_of(in_page, pow2_factor(DIM // 16))
+        scales = tl.load(cache.ptr + scale_rows[:, None] + block[None, :], mask=keep, other=0)
+        factors = dequantize(scales, tl.float32, False)[:, :, None]
+        low, high = e2m1_pair_to_f32(packed)
+        elements = tl.join((low * factors).to(dtype), (high * factors).to(dtype))
+        return elements.reshape(BLOCK_N, BLOCK_D)
     else:
         stored = load_rows(cache.ptr, rows, inside, FIRST, BLOCK_D, DIM, MASKED)
         return dequantize(stored, dtype, LAYER.e5m2)
@@ -418,7 +429,11 @@ def normalizer(row_max, row_sum, keep, head, request, scores, LAYER):
         of_head = head // LAYER.group * scores.v_scale_stride
         factor *= tl.load(scores.args.v_scale + of_request + of_head, mask=keep, other=1.0)
     if scores.args.out_scale is not None:
-        factor *= 1.0 / tl.load(scores.args.out_scale)
+        out_scale = tl.load(scores.args.out_scale)
+        if LAYER.nvfp4_out:
+            factor *= out_scale
+        else:
+            factor *= 1.0 / out_scale
     return factor, (row_max + tl.log2(row_sum)) * LN2
 
 
@@ -427,6 +442,36 @@ def store_rows(ptr, rows, values, keep, FIRST: tl.constexpr, BLOCK_D: tl.constex
     d = FIRST + tl.arange(0, BLOCK_D)
     inside = keep[:, None] & (d < DIM)[None, :]
     tl.store(ptr + rows[:, None] + d[None, :], quantize(values, ptr.dtype.element_ty, False), mask=inside)
+
+
+@triton.jit
+def store_blocks(outputs, token, head, values, keep, first, BLOCK_D: tl.constexpr, LAYER):
+    """Store columns of rows in NVFP4, and the scales of their blocks in the order of `quant.reference.swizzled`.
+
+    Args:
+        token, head: [m] int64.
+        values: [m, BLOCK_D] float32, of the columns from `first` on, times the scale of outputs.
+    """
+    M: tl.constexpr = values.shape[0]
+    BLOCKS: tl.constexpr = BLOCK_D // 16
+    blocks = tl.reshape(values, [M, BLOCKS, 16])
+    is_nan = blocks != blocks
+    code, rounded = nvfp4_scale(tl.max(tl.where(is_nan, 0.0, tl.abs(blocks)), 2), tl.max(is_nan.to(tl.int32), 2))
+    # Of a block whose scale is 0, or NaN, all elements are 0.
+    divisor = tl.where(rounded > 0.0, rounded, float("inf"))
+    elements = f32_to_e2m1(tl.div_rn(blocks, tl.broadcast_to(divisor[:, :, None], blocks.shape)))
+    low, high = tl.split(tl.reshape(elements, [M, BLOCK_D // 2, 2]))
+    out = outputs.out
+    rows = out.ptr + token * out.token_stride + head * out.head_stride
+    pair = first // 2 + tl.arange(0, BLOCK_D // 2)
+    inside = keep[:, None] & (pair < LAYER.head_dim_v // 2)[None, :]
+    tl.store(rows[:, None] + pair[None, :], (low | high << 4).to(tl.uint8), mask=inside)
+    ROW_BLOCKS: tl.constexpr = LAYER.heads_kv * LAYER.group * LAYER.head_dim_v // 16
+    own = first // 16 + tl.arange(0, BLOCKS)
+    block = (head * (LAYER.head_dim_v // 16))[:, None] + own[None, :]
+    of_row = token // 128 * (ROW_BLOCKS * 128) + token % 32 * 16 + token % 128 // 32 * 4
+    inside = keep[:, None] & (own < LAYER.head_dim_v // 16)[None, :]
+    tl.store(outputs.block_scale + of_row[:, None] + block // 4 * 512 + block % 4, code, mask=inside)
 
 
 @triton.jit
@@ -441,9 +486,14 @@ def epilogue(softmax, token, head, keep, request, outputs, scores, LAYER):
     factor, row_lse = normalizer(softmax.row_max, softmax.row_sum, keep, head, request, scores, LAYER)
     out = outputs.out
     lse = outputs.lse
-    rows = token * out.token_stride + head * out.head_stride
-    store_rows(out.ptr, rows, softmax.acc1 * factor[:, None], keep, 0, LAYER.dv1, LAYER.head_dim_v)
-    if LAYER.dv2 > 0:
-        store_rows(out.ptr, rows, softmax.acc2 * factor[:, None], keep, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v)
+    if LAYER.nvfp4_out:
+        store_blocks(outputs, token, head, softmax.acc1 * factor[:, None], keep, 0, LAYER.dv1, LAYER)
+        if LAYER.dv2 > 0:
+            store_blocks(outputs, token, head, softmax.acc2 * factor[:, None], keep, LAYER.dv1, LAYER.dv2, LAYER)
+    else:
+        rows = token * out.token_stride + head * out.head_stride
+        store_rows(out.ptr, rows, softmax.acc1 * factor[:, None], keep, 0, LAYER.dv1, LAYER.head_dim_v)
+        if LAYER.dv2 > 0:
+            store_rows(out.ptr, rows, softmax.acc2 * factor[:, None], keep, LAYER.dv1, LAYER.dv2, LAYER.head_dim_v)
     if lse.ptr is not None:
         tl.store(lse_pointers(lse, token, head), row_lse, mask=keep)

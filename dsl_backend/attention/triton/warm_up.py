@@ -11,6 +11,7 @@ import torch
 
 from dsl_backend.attention.protocol import Operands
 from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.quant.format import NVFP4
 
 Attend = Callable[[Batch, int, int, Operands], None]
 
@@ -75,18 +76,22 @@ def operands_of(spec: AttentionSpec, device: torch.device, lse: bool, sinks: tor
     keys, values = attended(spec, device)
     shape = (1, spec.heads_kv) if spec.scales_by_request else (1,)
     scale = torch.ones(shape, device=device) if spec.is_quantized_kv else None
+    block_scale = None
+    if spec.is_nvfp4_out:
+        block_scale = torch.zeros(spec.block_scale_shape(1), dtype=torch.uint8, device=device).view(NVFP4.scales)
     for q in query_rows(spec, device):
         yield Operands(
             q=q,
             q_rope=None,
             keys=keys,
             values=values,
-            out=torch.zeros(1, spec.heads_q, spec.head_dim_v, dtype=spec.output_dtype, device=device),
+            out=torch.zeros(1, spec.heads_q, spec.output_width, dtype=spec.output_dtype, device=device),
             lse=torch.zeros(1, spec.heads_q, device=device) if lse else None,
             sinks=None if sinks is None else torch.zeros(spec.heads_q, dtype=sinks, device=device),
             alibi_slopes=torch.zeros(spec.heads_q, device=device) if spec.alibi else None,
             k_scale=scale,
             v_scale=scale,
             q_scale=scale if spec.is_fp8_q else None,
-            out_scale=torch.ones(1, device=device) if spec.is_fp8_out else None,
+            out_scale=torch.ones(1, device=device) if spec.is_quantized_out else None,
+            out_block_scale=block_scale,
         )

@@ -13,7 +13,7 @@ from dsl_backend.attention.triton.args import SCALE_STRIDES, cache_of, constants
 from dsl_backend.attention.triton.configs import power_of_2
 from dsl_backend.attention.triton.warm_up import caches
 from dsl_backend.quant.format import E5M2, KVFormat, format_of
-from dsl_backend.quant.triton.convert import dequantize, f32_to_e2m1, quantize
+from dsl_backend.quant.triton.convert import f32_to_e2m1, nvfp4_scale, quantize
 from dsl_backend.runtime.target import Target, triton_interpreted
 
 
@@ -55,11 +55,9 @@ def copy_row_nvfp4(
     odd = tl.div_rn(tl.load(source + d + 1, mask=d < DIM, other=0.0).to(tl.float32), divisor)
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
     nan = tl.max(((even != even) | (odd != odd)).to(tl.int32), 1)
-    block_scale = tl.where(nan != 0, float("nan"), tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)))
-    code = quantize(block_scale, tl.uint8, False)
-    rounded = dequantize(code, tl.float32, False)[:, None]
-    low = f32_to_e2m1(tl.div_rn(even, tl.broadcast_to(rounded, even.shape)))
-    high = f32_to_e2m1(tl.div_rn(odd, tl.broadcast_to(rounded, odd.shape)))
+    code, rounded = nvfp4_scale(largest, nan)
+    divisors = tl.broadcast_to(rounded[:, None], even.shape)
+    low, high = f32_to_e2m1(tl.div_rn(even, divisors)), f32_to_e2m1(tl.div_rn(odd, divisors))
     tl.store(cache.ptr + page * cache.page_stride + offset + d // 2, (low | high << 4).to(tl.uint8), mask=d < DIM)
     block = tl.arange(0, BLOCK_D // 16)
     scales = cache.ptr + page * cache.page_stride + first_scale + offset // 8

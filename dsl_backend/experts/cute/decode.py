@@ -92,6 +92,8 @@ class DecodeProduct(SmallMGemmBase):
 
     # Of an SM's class.
     threads: int
+    # Whether `list_experts` leaves each chosen expert's place in the list behind.
+    keeps_places = False
 
     def set_up(self, key: ExpertsKey) -> None:
         self.slots, self.shared_weight = key.slots, key.shared_weight
@@ -106,9 +108,8 @@ class DecodeProduct(SmallMGemmBase):
         """Launch `args.ctas` CTAs."""
         operands, scratch = args.operands, args.scratch
         first = cutlass.const_expr(self.gated)
-        hidden = by_expert(scratch.hidden)
-        x, weight, out = (operands.x, operands.w13, hidden) if first else (hidden, operands.w2, operands.out)
-        weights = expert_parts_view(weight, self.parts, self.interleaved)
+        x, weight, out = self.matrices(args)
+        weights = self.weights_view(weight)
         weighted = cutlass.const_expr(self.router_weights is not RouterWeights.NONE)
         tma_atom_w, mW, tma_atom_x, mX = self.tma_atoms(weights, x)
         tma_atom_shared, mShared = None, None
@@ -130,7 +131,20 @@ class DecodeProduct(SmallMGemmBase):
             tma_atom_shared,
             mShared,
         )
-        self.launch(params, args.ctas, stream)
+        self.launch(self.extended(params, args), args.ctas, stream)
+
+    def matrices(self, args: Any) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+        """(x, weight, out) of the product."""
+        operands, hidden = args.operands, by_expert(args.scratch.hidden)
+        return (operands.x, operands.w13, hidden) if self.gated else (hidden, operands.w2, operands.out)
+
+    def extended(self, params: DecodeParams, args: Any) -> DecodeParams:
+        """The parameters with what a class adds."""
+        return params
+
+    def weights_view(self, weight: cute.Tensor) -> cute.Tensor:
+        """Weights as `tma_atoms` takes them."""
+        return expert_parts_view(weight, self.parts, self.interleaved)
 
     @cute.jit
     def begin(self, params: DecodeParams, smem: cutlass.utils.SmemAllocator):
@@ -149,6 +163,7 @@ class DecodeProduct(SmallMGemmBase):
         if cutlass.const_expr(self.waits):
             dependent_launch.wait()
         self.list_experts(params, sListed, sExperts, sCount, sIds)
+        self.note_pairs(params, sListed, sIds)
         dependent_launch.launch_dependents()
         return self.range_of_cta(params, sCount[0], sExperts, sIds, sScales, sHits)
 
@@ -178,7 +193,10 @@ class DecodeProduct(SmallMGemmBase):
                     listed = sListed[expert]
                 lanes = cutlass.Uint32(cute.arch.vote_ballot_sync(listed != 0))
                 if listed != 0:
-                    sExperts[count + cute.arch.popc(lanes & cute.arch.lanemask_lt())] = expert
+                    place = count + cute.arch.popc(lanes & cute.arch.lanemask_lt())
+                    sExperts[place] = expert
+                    if cutlass.const_expr(self.keeps_places):
+                        sListed[expert] = place
                 count += cutlass.Int32(cute.arch.popc(lanes))
             if thread == 0:
                 # A list of one expert whose results are set to zero writes the zeros of tokens without experts.
@@ -186,6 +204,9 @@ class DecodeProduct(SmallMGemmBase):
                     sExperts[0] = cutlass.Int32(0)
                 sCount[0] = cutlass.max(count, 1)
         cta_barrier()
+
+    def note_pairs(self, params: Any, sListed: cute.Tensor, sIds: cute.Tensor):
+        """By all threads, once the experts are listed: what a class writes down of the pairs."""
 
     def range_of_cta(self, params: DecodeParams, count, sExperts, sIds, sScales, sHits) -> DecodeWork:
         """Its part of the iterations of so many experts; none where there are fewer than CTAs."""
@@ -309,10 +330,14 @@ class DecodeProduct(SmallMGemmBase):
                 # Not multiplied with zero: it may be NaN.
                 if work.sHits[group, token] == 0:
                     value = cutlass.Float32(0.0)
-                rOut = cute.make_rmem_tensor(1, self.out_dtype)
-                rOut[0] = value.to(self.out_dtype)
-                row = cutlass.Int64(token) * params.mOut.stride[0] + cutlass.Int64(listed) * params.mOut.stride[2]
-                store_vector(rOut, params.mOut.iterator, row + column)
+                self.store_element(params.mOut, value.to(self.out_dtype), token, column, listed)
+
+    def store_element(self, mOut: cute.Tensor, value: Any, token, column, listed):
+        """Store one element of a matrix [M, I, D]."""
+        rOut = cute.make_rmem_tensor(1, mOut.element_type)
+        rOut[0] = value
+        row = cutlass.Int64(token) * mOut.stride[0] + cutlass.Int64(listed) * mOut.stride[2]
+        store_vector(rOut, mOut.iterator, row + column)
 
     @cute.jit
     def store_out(

@@ -192,12 +192,9 @@ class GroupedProduct(GemmBase):
 
     def prefetch_descriptors(self, params: GroupedParams):
         """Of all TMA copies."""
-        cpasync.prefetch_descriptor(params.tma_atom_w)
-        if self.shared:
-            cpasync.prefetch_descriptor(params.tma_atom_shared)
-        if not self.gathers:
-            cpasync.prefetch_descriptor(params.tma_atom_x)
-            cpasync.prefetch_descriptor(params.tma_atom_x_tail)
+        for atom in (params.tma_atom_w, params.tma_atom_shared, params.tma_atom_x, params.tma_atom_x_tail):
+            if atom is not None:
+                cpasync.prefetch_descriptor(atom)
 
     @cute.jit
     def clear_stages(self, sX: cute.Tensor, threads: cutlass.Constexpr[int]):
@@ -321,7 +318,7 @@ class GroupedProduct(GemmBase):
         vector, row = thread % ROW_VECTORS, thread // ROW_VECTORS
         step = cutlass.const_expr(WARPGROUP // ROW_VECTORS)
         copies = cutlass.const_expr(self.tile_m // step)
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         tWsW, tWgW = self.partition_weights(params, sW)
         # The widest swizzle: vectors of a row of 128 bytes are permuted by the row's place among 8. Rows of a thread
         # are 16 apart, which leaves its vector where it is.
@@ -382,7 +379,7 @@ class GroupedProduct(GemmBase):
             work = self.work_tile(params, schedule, 0)
             tWsW, tWgW = self.partition_weights(params, sW)
             tx_bytes = self.bytes_of_stage(work)
-            early = cutlass.min(cute.ceil_div(params.mX.shape[1], self.block_k), self.stages)
+            early = cutlass.min(self.k_tiles(params), self.stages)
             for k_tile in cutlass.range(early, unroll=1):
                 pipeline.producer_expect(k_tile, tx_bytes)
                 self.load_weights(params, tWgW, tWsW, work, k_tile, k_tile, pipeline.full(k_tile), sScales)
@@ -404,7 +401,7 @@ class GroupedProduct(GemmBase):
     ):
         """The load warp: rows that lie in order, and weights."""
         schedule, one = self.tiles_of_cta(params), cute.make_layout(1)
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         tWsW, tWgW = self.partition_weights(params, sW)
         sX_tail = cute.local_tile(sX, (TAIL_ROWS, self.block_k), (None, 0, None))
         early = cutlass.Int32(0)

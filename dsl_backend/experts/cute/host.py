@@ -114,10 +114,10 @@ def matrices(dtype: torch.dtype, count: Any, rows: Any, width: Any) -> Any:
     return make_fake_tensor(NUMERIC[dtype], (count, rows, width), strides, assumed_align=ALIGNMENT)
 
 
-def fake_args(key: ExpertsKey) -> ExpertsArgs | DecodeArgs:
-    """What the kernels are compiled for."""
+def fake_args(key: ExpertsKey, **weights: Any) -> ExpertsArgs | DecodeArgs:
+    """What the kernels are compiled for; `weights` are in place of those in 16 bits."""
     operands, tokens, hidden, width, _ = fake_operands(key, key.dtype)
-    dtype = key.dtype
+    operands, dtype = operands._replace(**weights), key.dtype
     args: ExpertsArgs | DecodeArgs
     if key.decodes:
         decode_scratch = DecodeScratch(

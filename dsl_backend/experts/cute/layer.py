@@ -16,14 +16,16 @@ from dsl_backend.experts.spec import RouterWeights
 
 def layer_of(key: ExpertsKey, kernel_arch: str) -> Any:
     """The function of x and the arguments of a launch."""
-    return (DecodeLayer if key.decodes else ExpertsLayer)(key, kernel_arch)
+    package = f"dsl_backend.experts.cute.{kernel_arch}"
+    if key.decodes:
+        return DecodeLayer(key, import_module(f"{package}.decode").DecodeGemm)
+    return ExpertsLayer(key, import_module(f"{package}.grouped").GroupedGemm)
 
 
 class DecodeLayer:
-    """Both products for few tokens. Writes operands.out; at least one token."""
+    """Both products for few tokens, by a class of kernels. Writes operands.out; at least one token."""
 
-    def __init__(self, key: ExpertsKey, kernel_arch: str):
-        product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.decode").DecodeGemm
+    def __init__(self, key: ExpertsKey, product: type[Any]):
         self.first, self.second = product(key, key.first, True), product(key, key.second, False)
 
     @cute.jit
@@ -34,13 +36,12 @@ class DecodeLayer:
 
 
 class ExpertsLayer:
-    """Routing, grouped GEMMs, and the sum over a token's experts, unless the second GEMM adds.
+    """Routing, grouped GEMMs by a class of kernels, and the sum over a token's experts, unless the second GEMM adds.
 
     Writes operands.out; at least one token.
     """
 
-    def __init__(self, key: ExpertsKey, kernel_arch: str):
-        product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.grouped").GroupedGemm
+    def __init__(self, key: ExpertsKey, product: type[Any]):
         self.first, self.second = (product(of_product) for of_product in key.products)
         self.routing = Routing(key.slots, self.first.tile_m)
         self.adds = key.adds

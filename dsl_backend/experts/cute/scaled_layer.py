@@ -11,11 +11,11 @@ from cutlass import cute
 from dsl_backend.experts.cute.combine import Combine
 from dsl_backend.experts.cute.key import ExpertsKey, ProductKey
 from dsl_backend.experts.cute.routing import Routing
-from dsl_backend.experts.cute.scaled_args import ScaledExpertsArgs
+from dsl_backend.experts.cute.scaled_args import ScaledDecodeArgs, ScaledExpertsArgs
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.gemm.scaled import ScaledGemmSpec
 from dsl_backend.gemm.scaled_host import key_of
-from dsl_backend.quant.cute.kernel import Quantise, QuantiseKey
+from dsl_backend.quant.cute.kernel import ListedRows, Quantise, QuantiseKey
 from dsl_backend.quant.format import ScaledFormat
 
 
@@ -36,6 +36,11 @@ class ScaledExpertsKey(ExpertsKey):
     beside: bool
     first_gemm: ScaledGemmSpec
     second_gemm: ScaledGemmSpec
+
+
+def layer_of(key: ScaledExpertsKey, kernel_arch: str) -> Any:
+    """The function of x and the arguments of a launch."""
+    return (ScaledDecodeLayer if key.decodes else ScaledExpertsLayer)(key, kernel_arch)
 
 
 def product_of(key: ProductKey, gemm: ScaledGemmSpec, beside: bool, kernel_arch: str) -> Any:
@@ -73,3 +78,38 @@ class ScaledExpertsLayer:
             self.quantise.launch(scratch.wide, scratch.hidden, scratch.hidden_scale, rows, stream)
         self.second.launch(args, stream)
         self.combine.launch(args, stream)
+
+
+class ScaledDecodeLayer:
+    """Quantisation of x, and both products for few tokens with the quantisation of the activation's result between.
+
+    Writes operands.out; at least one token.
+    """
+
+    def __init__(self, key: ScaledExpertsKey, kernel_arch: str):
+        product = import_module(f"dsl_backend.experts.cute.{kernel_arch}.scaled_decode").ScaledDecodeGemm
+        tiles: tuple[Any, Any] = (key.first, key.second)
+        self.first, self.second = (
+            product(key, key_of(gemm, config, False))
+            for gemm, config in zip((key.first_gemm, key.second_gemm), tiles, strict=True)
+        )
+        self.quantise = Quantise(QuantiseKey(by_group=key.activations.blocked, dtype=key.dtype))
+        self.x_given = key.x_given
+
+    @cute.jit
+    def __call__(self, x: cute.Tensor, args: ScaledDecodeArgs, stream):
+        """Launch; x is args.operands.x, see `gemm.args.launch_args`."""
+        scratch = args.scratch
+        if cutlass.const_expr(not self.x_given):
+            self.quantise.launch(args.operands.x, scratch.x, scratch.x_scale, None, stream)
+        self.first.launch_product(args, stream)
+        listed = ListedRows(scratch.rows, scratch.factors)
+        wide, hidden = rows_of(scratch.wide), rows_of(scratch.hidden)
+        self.quantise.launch_listed(wide, hidden, scratch.hidden_scale, listed, stream)
+        self.second.launch_product(args, stream)
+
+
+def rows_of(matrices: cute.Tensor) -> cute.Tensor:
+    """A dense stack [D, M, I] as rows [D M, I]."""
+    count, rows, width = matrices.shape
+    return cute.make_tensor(matrices.iterator, cute.make_layout((count * rows, width), stride=(matrices.stride[1], 1)))

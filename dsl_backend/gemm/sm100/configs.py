@@ -55,9 +55,15 @@ class GemmConfig(GemmTiles):
     def weight_rows(self) -> int:
         return 2 * self.box_n // self.cluster
 
-    def epilogue_n(self, parts: int) -> int:
-        """Columns of the output that are stored at once: 128 bytes, or less where they do not divide a tile."""
-        return next(width for width in (64, 32, 16, 1) if self.columns(parts) % width == 0)
+    def epilogue_n(self, parts: int, itemsize: int = 2) -> int:
+        """Columns of the output that are stored at once: 128 bytes, or less where they do not divide a tile.
+
+        Args:
+            itemsize: bytes of an element; up to 2 make no difference.
+        """
+        return next(
+            width for width in (64, 32, 16, 1) if self.columns(parts) % width == 0 and width * itemsize <= BLOCK_BYTES
+        )
 
     def register_columns(self, parts: int) -> int:
         """Columns of each box in an epilogue thread's registers at a time."""
@@ -73,8 +79,15 @@ class GemmConfig(GemmTiles):
         return allocated(ACC_STAGES * 2 * self.box_n)
 
     def epilogue_elements(self, parts: int) -> int:
-        """Two stages of each epilogue warp."""
+        """Two stages of each epilogue warp; an output in float32 has fewer columns in each."""
         return 2 * MMA_M * self.epilogue_n(parts)
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        found = super().smem_bytes(spec)
+        if isinstance(spec, ScaledGemmSpec) and spec.wide:
+            size = spec.dtypes.out.itemsize
+            found -= 2 * MMA_M * size * (self.epilogue_n(spec.parts) - self.epilogue_n(spec.parts, size))
+        return found
 
     def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
         reasons = []
@@ -145,6 +158,8 @@ class BlockScaledConfig(GemmConfig):
             reasons.append(f"box_n {self.box_n} is not 128, or 64 without an activation")
         if spec.parts == 2 and (spec.interleaved or spec.n % SWIZZLED_ROWS):
             reasons.append(f"gate and up rows alternate, or n {spec.n} is not a multiple of {SWIZZLED_ROWS}")
+        if isinstance(spec, ScaledGemmSpec) and spec.wide:
+            reasons.append("an output in float32: what is stored first does not free the columns that two tiles share")
         return reasons + super().objections(spec, smem_bytes)
 
 

@@ -43,7 +43,7 @@ class Gemm(GemmBase):
         super().__init__(key, PackedArithmetic())
         config = key.config
         self.weight_rows, self.tmem_columns, self.threads = config.weight_rows, config.tmem_columns, config.threads
-        self.epilogue_n = config.epilogue_n(self.parts)
+        self.epilogue_n = config.epilogue_n(self.parts, key.dtypes.out.itemsize)
         self.register_columns = config.register_columns(self.parts)
         self.out_group = VECTOR  # columns that are converted together
         self.two_cta = config.two_cta
@@ -364,10 +364,13 @@ class Gemm(GemmBase):
         Args:
             smem_address: of a row's columns, of which these are the `first` and following.
         """
-        rOut = cute.make_rmem_tensor(len(values), self.out_dtype)
-        for j, value in enumerate(values):
-            rOut[j] = value.to(self.out_dtype)
-        self.store_vector(rOut, smem_address, self.out_bytes(first))
+        width = VECTOR_BYTES * 8 // self.out_dtype.width
+        for start in range(0, len(values), width):
+            vector = values[start : start + width]
+            rOut = cute.make_rmem_tensor(len(vector), self.out_dtype)
+            for j, value in enumerate(vector):
+                rOut[j] = value.to(self.out_dtype)
+            self.store_vector(rOut, smem_address, self.out_bytes(first + start))
 
     def store_vector(self, vector: cute.Tensor, smem_address, offset: int):
         """4 to 16 bytes into a row in shared memory; the swizzle flips bits of a 16-byte vector's place in its row."""

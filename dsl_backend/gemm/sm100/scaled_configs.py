@@ -41,6 +41,8 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
 
 def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig | ScaledSmallMConfig]:
     """The tiles that fit a problem, each with as many stages as fit."""
+    if spec.out is not None and spec.out not in OUTPUTS:
+        return []
     found: list[GemmConfig | ScaledSmallMConfig] = []
     every: list[GemmConfig | ScaledSmallMConfig] = [*tiles_of(spec)]
     if not spec.batch_invariant:  # where stream-K splits a sum depends on the number of tiles

@@ -17,10 +17,11 @@ from dsl_backend.gemm.sm100.configs import MMA_M, GemmConfig
 from dsl_backend.gemm.sm100.gemm import VECTOR, Gemm
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.primitives import tmem
-from dsl_backend.primitives.math import e4m3_of, e8m0_of, f32_to_e2m1, f32_to_e4m3, in_pairs, mul_pair, tree_max
+from dsl_backend.primitives.math import in_pairs, mul_pair
 from dsl_backend.primitives.narrow_mma import E4M3, SCALE_ATOM_BYTES, NarrowMma
 from dsl_backend.primitives.pipeline import Pipeline
-from dsl_backend.quant.format import E2M1_MAX, MXFP8, SWIZZLED_ROWS
+from dsl_backend.quant.cute.blocks import block_scale, converted
+from dsl_backend.quant.format import SWIZZLED_ROWS
 
 
 @dataclass(frozen=True)
@@ -121,37 +122,26 @@ class ScaledGemm(Gemm):
             super().stage_out(params, smem_address, first, values, row, column)
             return
         if self.out_format.block_columns is None:
-            scale = 1.0 / params.mOutScale[0]
+            inverse = 1.0 / params.mOutScale[0]
         else:
-            scale = self.block_scale(params, values, row, column)
-        scaled = in_pairs(mul_pair, values, [scale] * len(values))
-        words = []
-        if self.out_packed > 1:
-            words = [f32_to_e2m1(*scaled[i : i + 8]) for i in range(0, len(scaled), 8)]
-        else:
-            words = [f32_to_e4m3(*scaled[i : i + 4]) for i in range(0, len(scaled), 4)]
+            global_scale = None if params.mOutGlobalScale is None else params.mOutGlobalScale[0]
+            code, inverse = block_scale(self.out_format, values, global_scale)
+            self.store_scale(params, code, row, column // self.out_group)
+        words = converted(self.out_format, in_pairs(mul_pair, values, [inverse] * len(values)))
         for i in range(0, len(words), 2):
             vector = cute.make_rmem_tensor(2, cutlass.Int32)
             vector[0], vector[1] = words[i], words[i + 1]
             self.store_vector(vector, smem_address, self.out_bytes(first) + 4 * i)
 
-    def block_scale(self, params, values: list, row, column):
-        """What a block's values are multiplied by. The scale itself goes to the consumer's layout."""
-        largest = tree_max([cute.math.absf(value) for value in values])
-        if self.out_format == MXFP8:
-            exponent, scale = e8m0_of(largest / self.out_format.largest)
-        else:
-            global_scale = params.mOutGlobalScale[0]
-            exponent, scale = e4m3_of(largest / (E2M1_MAX * global_scale), global_scale)
-        self.store_scale(params, exponent, row, column // self.out_group)
-        return scale
-
     @cute.jit
     def store_scale(self, params: ScaledParams, scale: cutlass.Int32, row: cutlass.Int32, block: cutlass.Int32):
-        """A byte to where `quant.reference.swizzled` has it, none to padding."""
-        blocks = params.mOutScale.shape[1]
-        if row < params.mOut.shape[0] and block * self.out_group < self.width(params):
+        """A byte to where `quant.reference.swizzled` has it, 0 to the padding of rows, none to that of columns.
+
+        The tile that has the last row has all rows of padding.
+        """
+        rows, blocks = params.mOutScale.shape
+        if row < rows and block * self.out_group < self.width(params):
             within = row % 32 * 16 + row % SWIZZLED_ROWS // 32 * 4 + block % 4
             offset = (row // SWIZZLED_ROWS * (blocks // 4) + block // 4) * SCALE_ATOM_BYTES + within
             scales = cute.make_tensor(params.mOutScale.iterator, cute.make_layout(cute.size(params.mOutScale)))
-            scales[offset] = cutlass.Uint8(scale)
+            scales[offset] = cutlass.Uint8(scale if row < params.mOut.shape[0] else cutlass.Int32(0))

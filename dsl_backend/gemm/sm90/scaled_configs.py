@@ -13,7 +13,7 @@ from dsl_backend.gemm.scaled import ScaledGemmSpec
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, GemmConfig, SmallMConfig
 from dsl_backend.gemm.tiles import ALIGNMENT_BYTES
-from dsl_backend.quant.format import GROUP, GROUP_SCALED, ROW_SCALED, TENSOR_SCALED, ScaledFormat
+from dsl_backend.quant.format import GROUP, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 
 # wgmma keeps 14 bits of a sum of 8-bit products and drops what a term has below: of 16 instructions, 512 columns, each
 # drops up to 2^-13 of the sum. More than that would exceed what rounding the output to bfloat16 costs.
@@ -23,9 +23,6 @@ MOST_PROMOTION = 4
 SCALED_SPARE_REGISTERS = 40
 
 SCALE_ALIGNMENT = 128  # of TMA's copies
-
-# Formats of outputs that a launch of its own may quantise.
-QUANTISED_BESIDE = (ROW_SCALED, GROUP_SCALED)
 
 
 def blocked_objections(spec: ScaledGemmSpec) -> list[str]:

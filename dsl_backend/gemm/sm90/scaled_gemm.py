@@ -456,7 +456,7 @@ class ScaledGemm(Gemm):
             start: the tile's first position.
             row: the first of the thread's rows of x.
         """
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
         # Of two blocks: one's are loaded while the other is multiplied. Without a move from one to the other, nothing
         # waits for them before the block that they are of.

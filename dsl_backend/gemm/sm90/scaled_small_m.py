@@ -31,6 +31,8 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
     def __init__(self, key: ScaledKey[ScaledSmallMConfig]):
         super().__init__(key)
         self.scaled_by(key)
+        # Scales of a thread's two rows of a box: the same one, or one for each.
+        self.box_scales = 1
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: ScaledArgs, stream):
@@ -80,7 +82,7 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
             acc_1.fill(0.0)
         part_0, part_1 = (cute.make_rmem_tensor(acc_0.shape, cutlass.Float32) for _ in range(2))
         # As in `ScaledGemm.mainloop_of_blocks`.
-        turns = AHEAD if self.blocked else 1
+        turns = AHEAD if self.scaled_by_tile else 1
         ahead = [self.scales_of_block(place, start + cutlass.min(i, count - 1), thread) for i in range(turns)]
         for first in cutlass.range(0, count, turns, unroll=1):
             for turn in cutlass.range_constexpr(turns):
@@ -95,7 +97,7 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
                     fence_operand(part_1)
                     if i < count - 1:
                         pipeline.warpgroup_release(start + i, thread)
-                    if cutlass.const_expr(self.blocked):
+                    if cutlass.const_expr(self.scaled_by_tile):
                         self.add_scaled(acc_0, part_0, ahead[turn], 0)
                         self.add_scaled(acc_1, part_1, ahead[turn], 1)
                         following = start + cutlass.min(i + turns, count - 1)
@@ -109,27 +111,38 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
 
         None where they are applied in the epilogue.
         """
-        if not self.blocked:
+        if not self.scaled_by_tile:
             return None
         params, work, group = place
         iteration = work.start + position
-        n_tile, row_tile, first_token = self.place_of(work, iteration // work.k_tiles, group)
-        k_tile, (m, n) = iteration % work.k_tiles, params.mOut.shape
-        row_blocks = params.mWeightScale.shape[0]
-        scales = cute.make_rmem_tensor(2 + self.tokens // 4, cutlass.Float32)
+        tile, row_tile, first_token = self.place_of(work, iteration // work.k_tiles, group)
+        scales = cute.make_rmem_tensor(2 * self.box_scales + self.tokens // 4, cutlass.Float32)
+        self.load_scales(params, work, scales, tile, iteration % work.k_tiles, row_tile, first_token, thread)
+        return scales
+
+    def load_scales(self, params: Any, work: Any, scales: cute.Tensor, n_tile, k_tile, row_tile, first_token, thread):
+        """Fill the scales of a k tile."""
+        m, n = params.mOut.shape
+        self.load_block_scales(params.mWeightScale, scales, n_tile, k_tile, row_tile, n)
+        for i in range(self.tokens // 4):
+            token = cutlass.min(self.thread_token(first_token, i, thread), m - 1)
+            scales[2 + i] = params.mXScale[token, k_tile]
+
+    def load_block_scales(self, mScale: cute.Tensor, scales: cute.Tensor, n_tile, k_tile, row_tile, n):
+        """Fill those of both boxes' weights, of scales [blocks of rows, blocks of k]."""
         for box in range(2):
             row = box * n + n_tile * self.box if self.gated else (2 * n_tile + box) * self.box
-            block = cutlass.min((row + row_tile * MMA_M) // GROUP, row_blocks - 1)
-            scales[box] = params.mWeightScale[block, k_tile]
-        for i in range(self.tokens // 4):
-            token = first_token + 8 * (i // 2) + 2 * (thread % 4) + i % 2
-            scales[2 + i] = params.mXScale[cutlass.min(token, m - 1), k_tile]
-        return scales
+            block = cutlass.min((row + row_tile * MMA_M) // GROUP, mScale.shape[0] - 1)
+            scales[box] = mScale[block, k_tile]
+
+    def thread_token(self, first_token, i: int, thread):
+        """The i-th token of a thread's accumulators."""
+        return first_token + 8 * (i // 2) + 2 * (thread % 4) + i % 2
 
     def add_scaled(self, acc: cute.Tensor, part: cute.Tensor, scales: cute.Tensor, box: int):
         """Add wgmma's sums of a box, times the product of their scales; places as in `epilogue`."""
         for i in range(self.tokens // 4):
-            scale = scales[2 + i] * scales[box]
             for b in range(2):
                 at = i % 2 + 2 * b + 4 * (i // 2)
+                scale = scales[2 * self.box_scales + i] * scales[box * self.box_scales + b % self.box_scales]
                 acc[at] = fma(part[at], scale, acc[at])

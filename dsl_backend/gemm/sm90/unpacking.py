@@ -3,12 +3,14 @@
 
 The layout is that of `quant/weight_only.py`.
 
-Four bits over the mantissa of `base(dtype)` are the number base + value, two for each word with one `and` and one `or`.
-Less base and zero point that is the element. Eight bits are four high and four low ones, each as base + bits:
-low - ((17 base + 128) - 16 high) is the element, and every step is exact.
+Four bits over the mantissa of `base(dtype)` are the number base + value, two for each word with one instruction. Less
+base and zero point that is the element. Eight bits fit the mantissa of float16, and all but the highest one that of
+bfloat16: there the highest bit chooses what is subtracted. It is the last of the exponent: with it, base + 128 - 128
+is subtracted, that is 128, and without it 256. Every step is exact.
 """
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import cutlass
@@ -22,11 +24,14 @@ from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.weight_only import WeightOnlyKey
 from dsl_backend.primitives.accumulators import fence_operand, words_of
-from dsl_backend.primitives.math import fma, fma_f16x2, sub_f16x2
+from dsl_backend.primitives.math import fma, masked_bits, sub_f16x2
+from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.quant.weight_only import TILE_ROWS, base
 
 NIBBLES = 4
 LOW_NIBBLES = 0x000F000F
+# Of both halves of a word.
+LOW_BYTES, TOP_BITS = 0x00FF00FF, 0x00800080
 
 
 def pair_bits(value: float, dtype: torch.dtype) -> int:
@@ -74,61 +79,88 @@ class Unpacking:
         Args:
             tiled_mma: a new `unpacked_mma`: one that was changed in a loop could not be used behind it.
         """
+        self.multiply_stages(tiled_mma, part, tCrW, tCrX, (stage,), accumulate)
+
+    def multiply_stages(
+        self,
+        tiled_mma: cute.TiledMma,
+        part: cute.Tensor,
+        tCrW: cute.Tensor,
+        tCrX: cute.Tensor,
+        stages: Sequence[cutlass.Int32],
+        accumulate: bool,
+    ):
+        """The same with the x of several stages, which have equal parts of the weights' columns, in order."""
         fence_operand(words_of(tCrW))
         tiled_mma.set(wgmma.Field.ACCUMULATE, accumulate)
         wgmma.fence()
-        for k_block in range(cute.size(tCrX, mode=[2])):
-            cute.gemm(tiled_mma, part, tCrW[None, None, k_block], tCrX[None, None, k_block, stage], part)
-            tiled_mma.set(wgmma.Field.ACCUMULATE, True)
+        blocks = cute.size(tCrX, mode=[2])
+        for i, stage in enumerate(stages):
+            for k_block in range(blocks):
+                weights = tCrW[None, None, i * blocks + k_block]
+                cute.gemm(tiled_mma, part, weights, tCrX[None, None, k_block, stage], part)
+                tiled_mma.set(wgmma.Field.ACCUMULATE, True)
         wgmma.commit_group()
 
-    def read_rows(self, source: cute.Pointer, thread: cutlass.Int32, scales: cute.Tensor | None) -> list:
+    def read_rows(self, source: cute.Pointer, thread: cutlass.Int32, scales: cute.Tensor) -> list:
         """The scales of a thread's two rows; returns what is subtracted from their elements of 4 bits.
 
         Args:
             source: of what a packed tile has behind its values.
-            scales: None where they are not needed.
         """
         numbers = self.kind.tile_words - self.kind.value_words
         rows = cute.recast_tensor(cute.make_tensor(source, cute.make_layout(numbers)), self.x_dtype)
         row = thread // 32 * 16 + thread % 32 // 4
-        if scales is not None:
-            for b in range(2):
-                scales[b] = rows[row + 8 * b].to(cutlass.Float32)
+        for b in range(2):
+            scales[b] = rows[row + 8 * b].to(cutlass.Float32)
         if self.kind.zero_points:
             return [self.twice(rows[TILE_ROWS + row + 8 * b]) for b in range(2)]
         return [pair_bits(base(self.dtype) + self.kind.middle, self.dtype)] * 2
 
-    def read_values(self, source: cute.Pointer, words: int, offsets: list, thread: cutlass.Int32, tCrW: cute.Tensor):
-        """A thread's elements among so many words of values, as the A operand."""
-        elements, at = words_of(tCrW), 0
-        for quad in range(words // (4 * WARPGROUP)):
-            read = cute.make_rmem_tensor(4, cutlass.Int32)
+    def read_words(self, source: cute.Pointer, thread: cutlass.Int32, words: cute.Tensor):
+        """A thread's words of values, which are as many as `words` holds."""
+        for quad in range(cute.size(words) // 4):
             place = cute.make_tensor(source + quad * (4 * WARPGROUP) + thread * 4, cute.make_layout(4))
             place = cute.make_tensor(place.iterator.align(16), place.layout)
-            cute.autovec_copy(place, read)
-            for i in range(4):
-                for element in self.elements_of(read[i], offsets):
-                    elements[at] = element
-                    at += 1
+            cute.autovec_copy(place, cute.make_tensor(words.iterator + 4 * quad, cute.make_layout(4)))
 
-    def elements_of(self, word: cutlass.Int32, offsets: list) -> list:
+    def unpack_words(self, words: cute.Tensor, offsets: Sequence[cutlass.Int32 | int], tCrW: cute.Tensor):
+        """The elements of a thread's words, as the A operand."""
+        elements, at = words_of(tCrW), 0
+        for i in range(cute.size(words)):
+            for element in self.elements_of(words[i], offsets):
+                elements[at] = element
+                at += 1
+
+    def elements_of(self, word: cutlass.Int32, offsets: Sequence[cutlass.Int32 | int]) -> list[cutlass.Int32]:
         """The elements in a word as packed 16-bit pairs: of rows 0 and 8, columns in order.
 
         Args:
             offsets: of both rows, what is subtracted from elements of 4 bits.
         """
         exponent = pair_bits(base(self.dtype), self.dtype)
-        parts = [(word >> (4 * i) & LOW_NIBBLES) | exponent for i in range(NIBBLES)]
         if self.kind.bits == 4:
+            parts = [masked_bits(word >> 4 * i, LOW_NIBBLES, exponent, "or") for i in range(NIBBLES)]
             return [sub_f16x2(part, offsets[i % 2], self.pair) for i, part in enumerate(parts)]
-        # From base + high bits to what is subtracted from base + low bits.
-        factor = pair_bits(-16.0, self.dtype)
-        start = pair_bits(17 * base(self.dtype) + self.kind.middle, self.dtype)
-        found = []
-        for low, high in (parts[:2], parts[2:]):
-            found.append(sub_f16x2(low, fma_f16x2(high, factor, start, self.pair), self.pair))
-        return found
+        parts = [word, word >> 8]
+        if self.dtype == torch.float16:
+            offset = pair_bits(base(self.dtype) + self.kind.middle, self.dtype)
+            return [sub_f16x2(masked_bits(part, LOW_BYTES, exponent, "or"), offset, self.pair) for part in parts]
+        return [
+            sub_f16x2(
+                masked_bits(part, LOW_BYTES ^ TOP_BITS, exponent, "or"),
+                masked_bits(part, TOP_BITS, pair_bits(2 * base(self.dtype), self.dtype), "xor"),
+                self.pair,
+            )
+            for part in parts
+        ]
+
+    def await_again(self, pipeline: Pipeline, position: cutlass.Int32):
+        """Wait for what was awaited: ptxas moves nothing across the loop that this is.
+
+        It moves what unpacks behind a wait for products, and behind barriers: nothing would run beside the products.
+        """
+        pipeline.consumer_wait(position)
 
     def twice(self, value) -> cutlass.Int32:
         """A 16-bit number as a packed pair."""

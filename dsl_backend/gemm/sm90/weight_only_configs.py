@@ -6,16 +6,19 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from dsl_backend.gemm.configs import deepest
-from dsl_backend.gemm.cost import GEMM, SM90_RATES, max_ctas
+from dsl_backend.gemm.cost import GEMM, max_ctas
 from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS, WARPGROUP, ceil_div
 from dsl_backend.gemm.sm90.configs import MMA_M, SmallMConfig, SwappedTiles
 from dsl_backend.gemm.weight_only import MOST_ROWS, WeightOnlyGemmSpec
+from dsl_backend.quant.mxfp4_tiles import Mxfp4Tiles
 from dsl_backend.quant.weight_only import TILE_COLUMNS, WeightOnlyFormat
 from dsl_backend.runtime.target import Target
 
 MOST_STAGES, MOST_SPLITS = 24, 8
 # Of the persistent GEMM: two sets of sums have registers.
 MOST_TOKENS = 128
+# A packed tile's products are in flight while the next one's weights are read; each has two stages.
+LEAST_STAGES = 4
 # With 64 tokens 64 bytes spill all the same, and 96 without more registers.
 TOKENS_OF_EQUAL_SHARES = 32
 
@@ -36,7 +39,7 @@ class WeightOnlyConfig(SmallMConfig):
         """With two consumers a thread has 168 registers otherwise: two sets of accumulators of 48 tokens spill."""
         return self.groups > 1 and self.tokens > TOKENS_OF_EQUAL_SHARES
 
-    def packed_stage_bytes(self, kind: WeightOnlyFormat) -> int:
+    def packed_stage_bytes(self, kind: WeightOnlyFormat | Mxfp4Tiles) -> int:
         """Bytes of a stage: packed tiles, and 16-bit x."""
         return self.row_tiles * kind.tile_words * 4 + self.tile_tokens * self.tile_k * 2
 
@@ -92,6 +95,8 @@ class WeightOnlyGemmConfig(SwappedTiles):
         reasons = []
         if not TAIL_ROWS <= self.tokens <= MOST_TOKENS or self.tokens % TAIL_ROWS:
             reasons.append(f"{self.tokens} tokens are not a multiple of {TAIL_ROWS} from {TAIL_ROWS} to {MOST_TOKENS}")
+        if self.stages < LEAST_STAGES:
+            reasons.append(f"{self.stages} stages: {LEAST_STAGES} are the fewest, those of two packed tiles")
         if self.pingpong or self.cluster != 1 or self.box_n != MMA_M:
             reasons.append(
                 f"box_n is {self.box_n}: consumers have {MMA_M} rows each of a tile that no other CTA shares"
@@ -132,8 +137,10 @@ def gemms(spec: WeightOnlyGemmSpec, smem_bytes: int) -> tuple[WeightOnlyGemmConf
     return tuple(found for found in deep if isinstance(found, WeightOnlyGemmConfig))
 
 
-# CTAs for each SM between which two share it, with half of the stages each; of clusters of 8 more of them did.
+# CTAs for each SM between which two share it, with half of the stages each. Of clusters of 8 more of them do with few
+# columns of k: with 4096 they took 0.86 to 0.92 of stream-K's time, with 14336 1.12 to 1.15.
 SHARED_FROM, SHARED_TO, SHARED_TO_OF_8 = 1.05, 1.75, 1.95
+COLUMNS_OF_8 = 7168
 # Rows of a wgmma up to which two CTAs have registers enough.
 SHARED_TOKENS = 16
 # CTAs for each SM from which a launch fills the GPU.
@@ -159,7 +166,8 @@ def few_rows(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyC
         return max(filling or deep, key=lambda config: (load[config], -config.num_splits), default=stream)
     few = tokens == TILES[0].tokens
     if spec.kind.bits == 4 or not few:
-        most = {config: SHARED_TO_OF_8 if config.num_splits == MOST_SPLITS else SHARED_TO for config in split}
+        of_8 = SHARED_TO_OF_8 if spec.k <= COLUMNS_OF_8 else SHARED_TO
+        most = {config: of_8 if config.num_splits == MOST_SPLITS else SHARED_TO for config in split}
         shared = [c for c in split if SHARED_FROM < load[c] < most[c] and (c.groups == 1 or few)]
         if shared:
             best = min(shared, key=lambda config: (config.groups, config.num_splits))
@@ -170,12 +178,16 @@ def few_rows(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> WeightOnlyC
     return next(iter([*halves, *(wide if few and spec.kind.bits == 8 else []), *deep]), stream)
 
 
-# More rows. A step is a packed tile of k. Of the GEMM for few rows it is 256 rows of weights by 64 tokens, timed on an
-# H200 (its 64 rows of n x k = 28672 x 4096); with 8 bits it spills.
-STREAMED_STEP_NS = {4: 1300.0, 8: 3200.0}
-# Of the persistent GEMM what it takes of the rate of products, and besides; it was not timed.
-GEMM_FLOPS, GEMM_STEP_NS = 0.87, 100.0
-LAUNCH_NS = 4000.0
+# More rows: fitted to 160 timings on an H200, 6 % off (h200-weight-only-configs.jsonl). A step is a packed tile of k.
+# The GEMM for few rows takes 256 rows of weights by 64 tokens in one, by the bits of a weight; then its CTAs add up the
+# parts of their tiles.
+STREAMED_STEP_NS = {4: 1070.0, 8: 1340.0}
+PART_NS = 1200.0
+# It was timed for no more rows.
+STREAMED_ROWS = 2048
+# Of the persistent GEMM: of 128 rows of weights by the bits of a weight, and of each token.
+GEMM_STEP_NS, TOKEN_NS = {4: 850.0, 8: 800.0}, 2.0
+LAUNCH_NS = 2500.0
 # Rows that a configuration is chosen for: a smaller number takes that of the next multiple, a larger one that of the
 # last.
 ROWS_STEP, LAST_ROWS = 16, 8192
@@ -186,10 +198,10 @@ def estimated_ns(config: Config, spec: WeightOnlyGemmSpec, rows: int, target: Ta
     steps = ceil_div(spec.k, TILE_COLUMNS)
     if isinstance(config, WeightOnlyConfig):
         tiles = config.tiles(spec, rows)  # type: ignore[arg-type]
-        return ceil_div(tiles * steps, target.used_sms) * STREAMED_STEP_NS[spec.kind.bits] + LAUNCH_NS
+        ctas = max_ctas(config, rows, target)
+        return ceil_div(tiles * steps, ctas) * STREAMED_STEP_NS[spec.kind.bits] + PART_NS * ctas / tiles + LAUNCH_NS
     waves = ceil_div(ceil_div(spec.n, config.mma_rows) * ceil_div(rows, config.tokens), target.used_sms)
-    flops = SM90_RATES.of(target.chips[0]).flops * GEMM_FLOPS
-    step_ns = 2 * config.mma_rows * config.tokens * TILE_COLUMNS / flops + GEMM_STEP_NS
+    step_ns = GEMM_STEP_NS[spec.kind.bits] + TOKEN_NS * config.tokens
     return waves * (steps * step_ns + config.mma_rows * config.tokens / GEMM.stored_per_ns) + LAUNCH_NS
 
 
@@ -203,8 +215,9 @@ def chosen(spec: WeightOnlyGemmSpec, rows: int, target: Target) -> Config:
     if rows <= MOST_ROWS:
         return few_rows(spec, rows, target)
     rows = min(ceil_div(rows, ROWS_STEP) * ROWS_STEP, LAST_ROWS)
-    tried: list[Config] = [one for one in fitting(spec, target.smem_bytes) if one.stream_k and one.tokens == MOST_ROWS]
-    tried += gemms(spec, target.smem_bytes)
+    tried: list[Config] = list(gemms(spec, target.smem_bytes))
+    if rows <= STREAMED_ROWS:
+        tried += [one for one in fitting(spec, target.smem_bytes) if one.stream_k and one.tokens == MOST_ROWS]
     return min(tried, key=lambda one: estimated_ns(one, spec, rows, target))
 
 

@@ -23,7 +23,7 @@ from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyGemmConfig
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.gemm.weight_only import WeightOnlyKey
-from dsl_backend.primitives.accumulators import cvt_f16x2, fence_operand
+from dsl_backend.primitives.accumulators import cvt_f16x2, fence_operand, words_of
 from dsl_backend.primitives.copy import bulk_load, store_matrices_transposed
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warps
 from dsl_backend.quant.weight_only import TILE_COLUMNS
@@ -66,26 +66,25 @@ class WeightOnlyGemm(Unpacking, Gemm):
         """Stages of halves of packed tiles in shared memory."""
         return smem.allocate_tensor(cutlass.Int32, sW_layout, byte_alignment=128)
 
-    def tile_counts(self, params: GemmParams):
-        """The same; k tiles come in pairs, those of a packed tile."""
-        m_tiles, n_tiles, _ = super().tile_counts(params)
-        return m_tiles, n_tiles, HALVES * cute.ceil_div(params.mX.shape[1], TILE_COLUMNS)
+    def k_tiles(self, params):
+        """They come in pairs, those of a packed tile."""
+        return HALVES * cute.ceil_div(params.mX.shape[1], TILE_COLUMNS)
 
     def load_boxes(
         self, params: GemmParams, tWgW: cute.Tensor, tWsW: cute.Tensor, n_tile, k_tile, stage, cta_rank, mbar
     ):
-        """Each consumer's half of a packed tile, with scales and zero points; past the last row the last tile's."""
-        values = self.kind.value_words // HALVES
+        """Each consumer's half of a packed tile, and as many bytes behind it as scales and zero points have.
+
+        Behind the second half those are them. One copy for each is what the load warp has time for. Past the last row
+        the last tile is loaded.
+        """
+        size, half = 4 * self.half_words, 4 * self.kind.value_words // HALVES
+        column = k_tile // HALVES * (4 * self.kind.tile_words) + k_tile % HALVES * half
         with cute.arch.elect_one():
             for i in range(self.consumers):
                 row_tile = cutlass.min(n_tile * self.consumers + i, tWgW.shape[0] - 1)
-                tile = tWgW.iterator.toint() + 4 * (
-                    cutlass.Int64(row_tile) * tWgW.stride[0] + k_tile // HALVES * self.kind.tile_words
-                )
-                target = tWsW.iterator + tWsW.layout((0, i, stage))
-                bulk_load(tile + k_tile % HALVES * (4 * values), target, 4 * values, mbar)
-                rows = self.half_words - values
-                bulk_load(tile + 4 * self.kind.value_words, target + values, 4 * rows, mbar)
+                rows = tWgW.iterator.toint() + cutlass.Int64(row_tile) * (4 * tWgW.stride[0])
+                bulk_load(rows + column, tWsW.iterator + tWsW.layout((0, i, stage)), size, mbar)
 
     def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
         """(row_tile, packed weights, tCrX, acc): which 64 rows of a tile's weights a consumer has, and its operands."""
@@ -126,59 +125,60 @@ class WeightOnlyGemm(Unpacking, Gemm):
         if cutlass.const_expr(not self.biased):
             acc.fill(0.0)
         part = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-        fragment = tiled_mma.partition_shape_A((MMA_M, BLOCK_K))
-        tCrW_0, tCrW_1 = (cute.make_rmem_tensor(fragment, self.x_dtype) for _ in range(2))
-        scales = cute.make_rmem_tensor(2, cutlass.Float32)
-        # The first pair stands alone: in the loop, the second half of the pair before is in flight.
-        self.unpack(sW, pipeline, start, thread, tCrW_0, None)
-        self.multiply(part, tCrW_0, tCrX, pipeline.stage(start), accumulate=False)
-        self.unpack(sW, pipeline, start + 1, thread, tCrW_1, scales)
-        self.await_half(part, pipeline, start, thread)
-        self.multiply(part, tCrW_1, tCrX, pipeline.stage(start + 1), accumulate=True)
-        for pair in cutlass.range(1, k_tiles // HALVES, unroll=1):
+        tCrW = cute.make_rmem_tensor(tiled_mma.partition_shape_A((MMA_M, TILE_COLUMNS)), self.x_dtype)
+        words = cute.make_rmem_tensor(self.kind.value_words // WARPGROUP, cutlass.Int32)
+        scales, next_scales = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2))
+        offsets = cute.make_rmem_tensor(2, cutlass.Int32)
+        self.read(sW, pipeline, start, thread, words, offsets, next_scales)
+        pairs = k_tiles // HALVES
+        for pair in cutlass.range(pairs, unroll=1):
             position = start + pair * HALVES
-            self.unpack(sW, pipeline, position, thread, tCrW_0, None)
-            self.await_half(part, pipeline, position - 1, thread)
+            self.unpack_words(words, [offsets[0], offsets[1]], tCrW)
+            for i in range(2):
+                scales[i] = next_scales[i]
+            fence_operand(words_of(tCrW))
+            self.await_again(pipeline, position)
+            stages = [pipeline.stage(position + i) for i in range(HALVES)]
+            self.multiply_stages(self.tiled_mma(self.mma_n), part, tCrW, tCrX, stages, accumulate=False)
+            if pair + 1 < pairs:
+                self.read(sW, pipeline, position + HALVES, thread, words, offsets, next_scales)
+            wgmma.wait_group(0)
+            fence_operand(part)
+            for i in range(HALVES):
+                pipeline.warp_release(position + i, thread % WARP)
             self.add_scaled(acc, part, scales)
-            self.multiply(part, tCrW_0, tCrX, pipeline.stage(position), accumulate=False)
-            self.unpack(sW, pipeline, position + 1, thread, tCrW_1, scales)
-            self.await_half(part, pipeline, position, thread)
-            self.multiply(part, tCrW_1, tCrX, pipeline.stage(position + 1), accumulate=True)
-        self.await_half(part, pipeline, start + k_tiles - 1, thread)
-        self.add_scaled(acc, part, scales)
 
-    def await_half(self, part: cute.Tensor, pipeline: Pipeline, position: cutlass.Int32, thread: cutlass.Int32):
-        """Wait for a position's products, and give its stage back.
-
-        Between the first product of sums and a wait for them ptxas lets no instruction define their operands, or it
-        has them run one at a time (its C7513): halves cannot be in flight together.
-        """
-        wgmma.wait_group(0)
-        fence_operand(part)
-        pipeline.warp_release(position, thread % WARP)
-
-    def finish_mainloop(self, pipeline: Pipeline, acc: cute.Tensor, tile, tiles, k_tiles, group, thread):
+    @cute.jit
+    def finish_mainloop(
+        self,
+        pipeline: Pipeline,
+        acc: cute.Tensor,
+        tile: cutlass.Int32,
+        tiles: cutlass.Int32,
+        k_tiles: cutlass.Int32,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
         """Nothing is in flight behind the mainloop."""
 
-    def multiply(self, part: cute.Tensor, tCrW: cute.Tensor, tCrX: cute.Tensor, stage, *, accumulate: bool):
-        """Issue the products of half a packed tile with a stage's x."""
-        self.multiply_unpacked(self.tiled_mma(self.mma_n), part, tCrW, tCrX, stage, accumulate)
-
-    def unpack(
+    def read(
         self,
         sW: cute.Tensor,
         pipeline: Pipeline,
         position: cutlass.Int32,
         thread: cutlass.Int32,
-        tCrW: cute.Tensor,
-        scales: cute.Tensor | None,
+        words: cute.Tensor,
+        offsets: cute.Tensor,
+        scales: cute.Tensor,
     ):
-        """A thread's elements of a position's half of a packed tile, as the A operand, and the scales of its rows."""
-        pipeline.consumer_wait(position)
-        values = self.kind.value_words // HALVES
-        half = sW[None, pipeline.stage(position)].iterator
-        offsets = self.read_rows(half + values, thread, scales)
-        self.read_values(half, values, offsets, thread, tCrW)
+        """A thread's words of a packed tile, whose halves are at this position and the next one, and of its rows."""
+        values, count = self.kind.value_words // HALVES, cute.size(words) // HALVES
+        for i in range(HALVES):
+            pipeline.consumer_wait(position + i)
+            half = sW[None, pipeline.stage(position + i)].iterator
+            self.read_words(half, thread, cute.make_tensor(words.iterator + i * count, cute.make_layout(count)))
+            if i == HALVES - 1:
+                offsets[0], offsets[1] = self.read_rows(half + values, thread, scales)
 
     def sOut_layout(self) -> cute.ComposedLayout:
         """Of the consumers' output buffers: [epi_tokens, 64 columns, consumer], rows of 128 bytes."""

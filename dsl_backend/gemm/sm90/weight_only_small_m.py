@@ -22,6 +22,7 @@ from dsl_backend.gemm.sm90.unpacking import Unpacking
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
 from dsl_backend.gemm.small_m import SmallMParams, StreamKWork
 from dsl_backend.gemm.weight_only import WeightOnlyKey
+from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import bulk_load
 from dsl_backend.primitives.pipeline import Pipeline, Role, warps
@@ -67,34 +68,67 @@ class WeightOnlySmallMGemm(Unpacking, SmallMGemm):
         words = self.kind.tile_words
         return cute.make_layout((words, self.row_tiles, self.stages)), super().smem_layouts()[1]
 
-    def partition_weights(self, params: SmallMParams, sW: cute.Tensor):
-        """(sW, mW): bulk copies need no partition."""
-        return sW, params.mW
+    @cute.jit
+    def load(self, params: SmallMParams, sW: cute.Tensor, sX: cute.Tensor, pipeline: Pipeline, work: StreamKWork):
+        """The load warp; see `SmallMGemmBase.load`. It counts places: to divide for each takes longer than to copy."""
+        gX = cute.local_tile(params.mX, (self.tile_tokens, self.tile_k), (None, None))
+        tXsX, tXgX = cpasync.tma_partition(
+            params.tma_atom_x, 0, cute.make_layout(1), cute.group_modes(sX, 0, 2), cute.group_modes(gX, 0, 2)
+        )
+        count = work.end - work.start
+        prologue = cutlass.min(count, self.stages)
+        first = work.start // work.k_tiles
+        k_tile, n_tile, m_tile = work.start % work.k_tiles, first % work.n_tiles, first // work.n_tiles
+        # X's are behind those of the weights.
+        x_k, x_n, x_m = k_tile, n_tile, m_tile
+        for position in cutlass.range(prologue, unroll=1):
+            self.load_tiles(params, sW, pipeline, position, k_tile, n_tile)
+            k_tile, n_tile, m_tile = self.place_behind(work, k_tile, n_tile, m_tile)
+        dependent_launch.wait()
+        for position in cutlass.range(count, unroll=1):
+            if position >= prologue:
+                self.load_tiles(params, sW, pipeline, position, k_tile, n_tile)
+                k_tile, n_tile, m_tile = self.place_behind(work, k_tile, n_tile, m_tile)
+            source = self.x_box(tXgX, work, x_m, x_k)
+            cute.copy(
+                params.tma_atom_x, source, tXsX[None, pipeline.stage(position)], tma_bar_ptr=pipeline.full(position)
+            )
+            x_k, x_n, x_m = self.place_behind(work, x_k, x_n, x_m)
 
     @cute.jit
-    def load_weights(
+    def place_behind(
+        self, work: StreamKWork, k_tile: cutlass.Int32, n_tile: cutlass.Int32, m_tile: cutlass.Int32
+    ) -> tuple[cutlass.Int32, cutlass.Int32, cutlass.Int32]:
+        """(k_tile, n_tile, m_tile) of the next iteration."""
+        k_tile += 1
+        if k_tile == work.k_tiles:
+            k_tile = cutlass.Int32(0)
+            n_tile += 1
+            if n_tile == work.n_tiles:
+                n_tile = cutlass.Int32(0)
+                m_tile += 1
+        return k_tile, n_tile, m_tile
+
+    def load_tiles(
         self,
         params: SmallMParams,
-        tWsW: cute.Tensor,
-        tWgW: cute.Tensor,
+        sW: cute.Tensor,
         pipeline: Pipeline,
-        work: StreamKWork,
         position: cutlass.Int32,
+        k_tile: cutlass.Int32,
+        n_tile: cutlass.Int32,
     ):
         """The packed tiles of an iteration, once its stage is empty; past the last row the last tile again."""
-        iteration = work.start + position
-        k_tile, n_tile = iteration % work.k_tiles, iteration // work.k_tiles % work.n_tiles
         pipeline.producer_acquire(position)
         pipeline.producer_expect(position, self.stage_bytes)
         mbar_full, stage = pipeline.full(position), pipeline.stage(position)
+        size, packed = 4 * self.kind.tile_words, params.mW
+        column = packed.iterator.toint() + k_tile * size
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.row_tiles):
-                row_tile = cutlass.min(n_tile * self.row_tiles + i, tWgW.shape[0] - 1)
-                source = tWgW.iterator.toint() + 4 * (
-                    cutlass.Int64(row_tile) * tWgW.stride[0] + k_tile * self.kind.tile_words
-                )
-                target = tWsW.iterator + tWsW.layout((0, i, stage))
-                bulk_load(source, target, 4 * self.kind.tile_words, mbar_full)
+            for i in range(self.row_tiles):
+                row_tile = cutlass.min(n_tile * self.row_tiles + i, packed.shape[0] - 1)
+                source = column + cutlass.Int64(row_tile) * (4 * packed.stride[0])
+                bulk_load(source, sW.iterator + sW.layout((0, i, stage)), size, mbar_full)
 
     def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout: cute.Layout) -> cute.Tensor:
         """Stages of packed tiles in shared memory."""
@@ -145,12 +179,14 @@ class WeightOnlySmallMGemm(Unpacking, SmallMGemm):
             stage = pipeline.stage(start + i)
             pipeline.consumer_wait(start + i)
             self.unpack(sW, stage, group, thread, tCrW_0, scales_0)
+            self.keep_in_front(pipeline, start + i)
             wgmma.wait_group(0)
             fence_operand(part_1)
             self.release(pipeline, start + i - 1, thread)
             self.multiply(part_0, tCrW_0, tCrX, stage)
             self.add_scaled(acc_1, part_1, scales_1)
             self.unpack(sW, stage, self.groups + group, thread, tCrW_1, scales_1)
+            self.keep_in_front(pipeline, start + i)
             wgmma.wait_group(0)
             fence_operand(part_0)
             self.multiply(part_1, tCrW_1, tCrX, stage)
@@ -158,6 +194,11 @@ class WeightOnlySmallMGemm(Unpacking, SmallMGemm):
         wgmma.wait_group(0)
         fence_operand(part_1)
         self.add_scaled(acc_1, part_1, scales_1)
+
+    def keep_in_front(self, pipeline: Pipeline, position: cutlass.Int32):
+        """What was unpacked and added up stays in front of the wait that follows, where there are registers for it."""
+        if not self.trades_registers:
+            self.await_again(pipeline, position)
 
     def multiply(self, part: cute.Tensor, tCrW: cute.Tensor, tCrX: cute.Tensor, stage: cutlass.Int32):
         """Issue the products of a box with a stage's x, in place of what `part` has."""
@@ -175,4 +216,6 @@ class WeightOnlySmallMGemm(Unpacking, SmallMGemm):
         """A thread's elements of a packed tile in a stage, as the A operand, and the scales of its two rows."""
         tile = sW[None, row_tile, stage]
         offsets = self.read_rows(tile.iterator + self.kind.value_words, thread, scales)
-        self.read_values(tile.iterator, self.kind.value_words, offsets, thread, tCrW)
+        words = cute.make_rmem_tensor(self.kind.value_words // WARPGROUP, cutlass.Int32)
+        self.read_words(tile.iterator, thread, words)
+        self.unpack_words(words, offsets, tCrW)

@@ -79,7 +79,7 @@ def scaled_linear(
         alpha: float32 [1], needed for NVFP4: the product of the scales of both whole matrices. None for all others.
 
     n and k are multiples of 16. Operands in MXFP8 and NVFP4, whose scales are swizzled, are multiplied on SM100 by a
-    kernel that has to be named, and on a CPU.
+    kernel that has to be named, and on a CPU; the same is so of outputs in these formats.
 
     Raises:
         InvalidInput: an argument does not fit, or a tensor requires a gradient while gradients are on; the message
@@ -101,16 +101,20 @@ def scaled_linear_quantized(
     interleaved: bool = False,
     batch_invariant: bool = False,
     kernel: str | None = None,
+    alpha: torch.Tensor | None = None,
 ) -> Quantized:
     """A layer whose output is quantised for its consumer; arguments and errors as in `scaled_linear`.
 
     Args:
         to: the output's format. Scales are computed as `quant.reference.scales_of` has them, unless it is
-            TENSOR_SCALED. Those of groups are column-major.
-        out_scale: float32 [1], needed for TENSOR_SCALED: the output is result / out_scale. None for all others.
+            TENSOR_SCALED; those of MXFP8 and NVFP4 as `quant.reference.mma_quantized` has them, swizzled. Those of
+            groups are column-major.
+        out_scale: float32 [1], the scale of the whole output, needed for TENSOR_SCALED, whose values are result /
+            out_scale, and for NVFP4, whose values are result / (scale of the block * out_scale). None for all others.
         dtype: of the bias.
     """
-    out, scale = called(x, weight, bias, out_scale, How(dtype, activation, interleaved, to, batch_invariant, kernel))
+    how = How(dtype, activation, interleaved, to, batch_invariant, kernel)
+    out, scale = called(x, weight, bias, out_scale, how, alpha)
     assert scale is not None
     return Quantized(out, scale, to)
 

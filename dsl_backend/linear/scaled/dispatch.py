@@ -14,16 +14,13 @@ from dsl_backend.runtime.target import Target
 OPERATION = "scaled_linear"
 
 
-def mma_output(spec: ScaledLinearSpec) -> list[str]:
-    """Why a kernel whose output cannot be MXFP8 or NVFP4 does not serve."""
+def mma_scales(spec: ScaledLinearSpec) -> list[str]:
+    """Why a kernel without matrix products that have scales of their own does not serve."""
+    if spec.x.swizzled:
+        return [f"x is {spec.x}: no kernel but SM100's multiplies it"]
     if spec.out is not None and spec.out.swizzled:
         return [f"out is {spec.out}: no kernel but SM100's makes it"]
     return []
-
-
-def mma_scales(spec: ScaledLinearSpec) -> list[str]:
-    """Why a kernel without matrix products that have scales of their own does not serve."""
-    return [f"x is {spec.x}: no kernel but SM100's multiplies it"] if spec.x.swizzled else mma_output(spec)
 
 
 def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
@@ -33,29 +30,28 @@ def triton(spec: ScaledLinearSpec, target: Target) -> list[str]:
 def cute(
     arch: str, against_tiles: Callable[[ScaledLinearSpec, int], list[str]], spec: ScaledLinearSpec, target: Target
 ) -> list[str]:
-    """What an SM's CuTe DSL kernels need; `against_tiles` is called with the bytes of shared memory."""
+    """What an SM's CuTe DSL kernels need; a launch of its own may quantise the output.
+
+    Args:
+        against_tiles: why an SM's tiles do not serve, by the bytes of shared memory.
+    """
     if reasons := target.arch_objections(arch):
         return reasons
     reasons = [*toolkit.missing()]
     if not spec.aligned:
         reasons.append("TMA needs rows, and scales of rows, that start at multiples of 16 bytes")
-    return reasons + against_tiles(spec, target.smem_bytes)
+    against = against_tiles(spec, target.smem_bytes)
+    if against and spec.may_be_quantised_beside:
+        against = against_tiles(spec.in_float32, target.smem_bytes)
+    return reasons + against
 
 
-def sm90_tiles(spec: ScaledLinearSpec, smem_bytes: int) -> list[str]:
-    """Why SM90's tiles do not serve; a launch of its own may quantise the output."""
-    reasons = sm90_configs.objections(spec, smem_bytes)
-    if reasons and spec.out in sm90_configs.QUANTISED_BESIDE:
-        return sm90_configs.objections(spec.in_float32, smem_bytes)
-    return reasons
-
-
-sm90 = partial(cute, "sm90", sm90_tiles)
+sm90 = partial(cute, "sm90", sm90_configs.objections)
 sm100 = partial(cute, "sm100", sm100_configs.objections)
 
 
 def reference(spec: ScaledLinearSpec, target: Target) -> list[str]:
-    reasons = mma_output(spec) + cpu_only(spec, target)
+    reasons = cpu_only(spec, target)
     if spec.batch_invariant:
         reasons.append("is not batch invariant: torch sums in an order that depends on the number of rows")
     return reasons

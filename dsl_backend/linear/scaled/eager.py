@@ -59,7 +59,11 @@ def linear(
     how: How,
     alpha: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The output and its scale: None where it is not quantised, and where the scale was given the given one."""
+    """The output and its scales: None where it is not quantised, and where one scale was given that one.
+
+    Args:
+        out_scale: the given scale of the whole output, see `check_out_scale`.
+    """
     facts = tuple(facts_of(one) for one in (x.values, x.scale, weight.values, weight.scale, bias, out_scale, alpha))
     asked = (*facts, x.kind, weight.kind, how)
     try:
@@ -76,10 +80,19 @@ def linear(
     spec, device = known.spec, x.values.device
     if known.copied:
         x = x._replace(scale=x.scale.contiguous())
+    whole = out_scale if how.out_kind == NVFP4 else None
     out, out_scale = outputs(x.values, spec.n, how, out_scale)
     if x.values.shape[0]:
         operands = ScaledOperands(
-            side_by_side(x.values), x.scale, side_by_side(weight.values), weight.scale, bias, out, out_scale, alpha
+            side_by_side(x.values),
+            x.scale,
+            side_by_side(weight.values),
+            weight.scale,
+            bias,
+            out,
+            out_scale,
+            alpha,
+            whole,
         )
         stream = current_stream(device)
         serving = known.plans.get(stream)
@@ -93,14 +106,18 @@ def linear(
 def outputs(
     x: torch.Tensor, n: int, how: How, out_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """New tensors for the output and a computed scale. Scales of groups are column-major."""
+    """New tensors for the output and computed scales. Scales of groups are column-major, or swizzled."""
     rows, kind = x.shape[0], how.out_kind
     if kind is None:
         return x.new_empty((rows, n), dtype=how.dtype), None
-    out = x.new_empty((rows, n), dtype=kind.values)
-    if out_scale is not None:
+    out = x.new_empty((rows, n // kind.packed), dtype=kind.values)
+    if kind.one_scale:
         return out, out_scale
     shape = kind.scale_shape(rows, n)
+    if kind.swizzled:
+        # Kernels write the padding of rows. A product multiplies by that of columns: 0 times a NaN would be one.
+        made = x.new_zeros if kind.pads_columns(n) else x.new_empty
+        return out, made(shape, dtype=torch.uint8).view(kind.scales)
     if len(shape) == 2:
         return out, column_major(*shape, kind.scales, x.device)
     return out, x.new_empty(shape, dtype=kind.scales)
@@ -143,7 +160,7 @@ def check(
         bias=bias is not None,
         batch_invariant=how.batch_invariant,
         column_major=transposed,
-        aligned=all(aligned(one) for one in (x.values, x.scale, weight.values, weight.scale, bias, out_scale)),
+        aligned=all(aligned(one) for one in (x.values, rows_of(x), weight.values, rows_of(weight), bias, out_scale)),
     )
 
 
@@ -154,8 +171,6 @@ def check_options(how: How) -> None:
     checks.dtype("dtype", how.dtype, DTYPES)
     if how.out_kind is not None:
         checks.instance("to", how.out_kind, ScaledFormat)
-        if how.out_kind.swizzled:
-            raise InvalidInput(f"to is {how.out_kind}: SM100's kernels write it, and this function does not call them")
 
 
 def check_matrix(name: str, matrix: Quantized, width: int | None, like: torch.Tensor | None = None) -> None:
@@ -193,7 +208,8 @@ def check_vector(name: str, value: torch.Tensor, size: int, dtype: torch.dtype, 
 
 
 def check_out_scale(scale: torch.Tensor | None, kind: ScaledFormat | None, device: torch.device) -> None:
-    given = kind is not None and not kind.blocked and kind.block_rows is None
+    """Raises InvalidInput unless the scale of the whole output is given where its format has one, and only there."""
+    given = kind is not None and (kind.one_scale or kind == NVFP4)
     if given and scale is None:
         raise InvalidInput(f"out_scale is None: a scale is needed for an output in {kind}")
     if scale is not None and not given:
@@ -220,6 +236,11 @@ def is_column_major(scale: torch.Tensor) -> bool:
     multiple = ALIGNMENT // scale.element_size()
     beside = rows <= 1 or scale.stride(0) == 1
     return beside and scale.stride(1) >= rows and (width == 1 or scale.stride(1) % multiple == 0)
+
+
+def rows_of(matrix: Quantized) -> torch.Tensor:
+    """The scales of a matrix, by the rows that TMA copies: swizzled ones have none, only a beginning."""
+    return matrix.scale.view(-1) if matrix.kind.swizzled else matrix.scale
 
 
 def aligned(tensor: torch.Tensor | None) -> bool:

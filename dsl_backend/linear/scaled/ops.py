@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of quantised operands as operators, each one node for torch.compile.
 
-`torch.ops.dsl_backend.scaled_linear` returns the output, `scaled_linear_nvfp4` that of operands in NVFP4, and
-`scaled_linear_dynamic` the output and the scales that it computed. Formats travel as their names: x's, the weight's,
-the output's or nothing, and the dtype, with commas between.
+`torch.ops.dsl_backend.scaled_linear` returns the output, `scaled_linear_dynamic` the output and the scales that it
+computed. Formats travel as their names, with commas between: x's, the weight's, the output's or nothing, the dtype, and
+`invariant` where bits must not depend on the batch.
 """
 
 import torch
@@ -19,12 +19,20 @@ from dsl_backend.runtime.op import register_op
 
 def encoded_formats(x: ScaledFormat, weight: ScaledFormat, how: How) -> str:
     """Formats and dtype in a type that an operator's schema allows."""
-    return ",".join((x.name, weight.name, "" if how.out_kind is None else how.out_kind.name, short(how.dtype)))
+    return ",".join(
+        (
+            x.name,
+            weight.name,
+            "" if how.out_kind is None else how.out_kind.name,
+            short(how.dtype),
+            "invariant" * how.batch_invariant,
+        )
+    )
 
 
 def formats_of(formats: str) -> tuple[ScaledFormat, ScaledFormat]:
     """X's and the weight's."""
-    of_x, of_weight, _, _ = formats.split(",")
+    of_x, of_weight, *_ = formats.split(",")
     return scaled_format(of_x), scaled_format(of_weight)
 
 
@@ -33,12 +41,11 @@ def how_of(
     activation: str,
     parameters: list[float],
     interleaved: bool = False,
-    batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> How:
-    _, _, out, dtype = formats.split(",")
+    _, _, out, dtype, invariant = formats.split(",")
     out_kind = scaled_format(out) if out else None
-    return How(getattr(torch, dtype), decoded(activation, parameters), interleaved, out_kind, batch_invariant, kernel)
+    return How(getattr(torch, dtype), decoded(activation, parameters), interleaved, out_kind, bool(invariant), kernel)
 
 
 def operands(
@@ -55,15 +62,15 @@ def scaled_linear(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
+    alpha: torch.Tensor | None,
     formats: str,
     activation: str,
     parameters: list[float],
     interleaved: bool,
-    batch_invariant: bool,
     kernel: str | None,
 ) -> torch.Tensor:
-    how = how_of(formats, activation, parameters, interleaved, batch_invariant, kernel)
-    return eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, out_scale, how)[0]
+    how = how_of(formats, activation, parameters, interleaved, kernel)
+    return eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, out_scale, how, alpha)[0]
 
 
 def scaled_linear_fake(
@@ -73,6 +80,7 @@ def scaled_linear_fake(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     out_scale: torch.Tensor | None,
+    alpha: torch.Tensor | None,
     formats: str,
     activation: str,
     parameters: list[float],
@@ -82,39 +90,22 @@ def scaled_linear_fake(
     return eager.outputs(x, eager.columns(weight, how.activation), how, out_scale)[0]
 
 
-def scaled_linear_nvfp4(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    alpha: torch.Tensor,
-    formats: str,
-    activation: str,
-    parameters: list[float],
-    interleaved: bool,
-    batch_invariant: bool,
-    kernel: str | None,
-) -> torch.Tensor:
-    how = how_of(formats, activation, parameters, interleaved, batch_invariant, kernel)
-    return eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, None, how, alpha)[0]
-
-
 def scaled_linear_dynamic(
     x: torch.Tensor,
     x_scale: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    alpha: torch.Tensor | None,
     formats: str,
     activation: str,
     parameters: list[float],
     interleaved: bool,
-    batch_invariant: bool,
     kernel: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    how = how_of(formats, activation, parameters, interleaved, batch_invariant, kernel)
-    out, computed = eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, None, how)
+    how = how_of(formats, activation, parameters, interleaved, kernel)
+    out, computed = eager.linear(*operands(x, x_scale, weight, weight_scale, formats), bias, out_scale, how, alpha)
     assert computed is not None
     return out, computed
 
@@ -125,19 +116,20 @@ def scaled_linear_dynamic_fake(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    out_scale: torch.Tensor | None,
+    alpha: torch.Tensor | None,
     formats: str,
     activation: str,
     parameters: list[float],
     *options: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     how = how_of(formats, activation, parameters)
-    out, computed = eager.outputs(x, eager.columns(weight, how.activation), how, None)
+    out, computed = eager.outputs(x, eager.columns(weight, how.activation), how, out_scale)
     assert computed is not None
     return out, computed
 
 
 SCALED_LINEAR = register_op("scaled_linear", scaled_linear, fake=scaled_linear_fake)
-SCALED_LINEAR_NVFP4 = register_op("scaled_linear_nvfp4", scaled_linear_nvfp4, fake=scaled_linear_fake)
 SCALED_LINEAR_DYNAMIC = register_op("scaled_linear_dynamic", scaled_linear_dynamic, fake=scaled_linear_dynamic_fake)
 
 
@@ -152,11 +144,9 @@ def call(
     """As `eager.linear`, one node of the graph."""
     name, parameters = encoded(how.activation)
     formats = encoded_formats(x.kind, weight.kind, how)
-    tensors = (x.values, x.scale, weight.values, weight.scale, bias)
-    options = (formats, name, parameters, how.interleaved, how.batch_invariant, how.kernel)
-    if alpha is not None:
-        return SCALED_LINEAR_NVFP4(*tensors, alpha, *options), None
-    if how.out_kind is None or out_scale is not None:
-        return SCALED_LINEAR(*tensors, out_scale, *options), out_scale
+    tensors = (x.values, x.scale, weight.values, weight.scale, bias, out_scale, alpha)
+    options = (formats, name, parameters, how.interleaved, how.kernel)
+    if how.out_kind is None or how.out_kind.one_scale:
+        return SCALED_LINEAR(*tensors, *options), out_scale
     out, computed = SCALED_LINEAR_DYNAMIC(*tensors, *options)
     return out, computed

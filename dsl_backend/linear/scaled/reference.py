@@ -12,7 +12,7 @@ from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.scaled.kernel import Launch
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.reference import Quantized, mma_dequantized, scales_of, stored
+from dsl_backend.quant.reference import Quantized, mma_dequantized, mma_quantized, scales_of, stored
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import Workspace
 
@@ -83,6 +83,12 @@ def linear(spec: ScaledLinearSpec, operands: ScaledOperands) -> None:
         operands.out.copy_(result)
         return
     assert operands.out_scale is not None
+    if spec.out.swizzled:
+        whole = 1.0 if operands.out_global_scale is None else operands.out_global_scale
+        found = mma_quantized(result, spec.out, whole)
+        operands.out.copy_(found.values)
+        operands.out_scale.copy_(found.scale)
+        return
     if not spec.out_scale_given:
         operands.out_scale.copy_(scales_of(result, spec.out))
     operands.out.copy_(stored(result, operands.out_scale, spec.out))

@@ -149,6 +149,6 @@ def config_of(spec: ScaledLinearSpec, rows: int, target: Target) -> tuple[Scaled
         products = spec.in_float32 if config.wide else spec
         found = plain(config)
         fits = not found.objections(products, target.smem_bytes) and runs_at_once(found, products, rows, target)
-        if fits and (spec.out in sm90.QUANTISED_BESIDE or not config.wide):
+        if fits and (spec.may_be_quantised_beside or not config.wide):
             return products, found
     return None

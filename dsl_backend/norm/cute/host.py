@@ -10,18 +10,18 @@ from cutlass import cute
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dsl_backend.checks import short
-from dsl_backend.norm.configs import NormConfig, default_config
+from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.cute.kernel import NUMERIC, NormKey, RMSNorm
 from dsl_backend.norm.kernel import Launch
 from dsl_backend.norm.spec import FP8, NormSpec, NormTensors, Scaling
+from dsl_backend.norm.tuned import config_of
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 
 
-def key_of(spec: NormSpec, config: NormConfig | None = None) -> NormKey:
+def key_of(spec: NormSpec, config: NormConfig) -> NormKey:
     """The kernel of a problem. Widths with the same configuration share one, except those that fill the registers."""
-    config = config or default_config(spec)
     return NormKey(
         dtype=short(spec.dtype),
         out_dtype=short(spec.out_dtype),
@@ -75,7 +75,7 @@ def build(key: NormKey, target: Target) -> Function:
 @cache
 def function_of(spec: NormSpec, target: Target, libraries: str) -> Function:
     """The function of a problem, cached by the libraries that its host code is linked with."""
-    return build(key_of(spec), target)
+    return build(key_of(spec, config_of(spec, target)), target)
 
 
 def arguments_of(tensors: NormTensors) -> NormTensors:

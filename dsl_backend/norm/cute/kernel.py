@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of rows for SM90 and SM100 in one pass.
 
-A row is read once into registers; with `reread` once more, for its output. Each thread sums its squares, and these sums
-are added within a warp by shuffles, within a CTA through shared memory, and within a cluster by stores to distributed
-shared memory. A scale for each row needs no reduction of its own: max|y| is max|z * weight| times the row's factor,
-which is known afterwards, so that sum and maximum travel together. Neighbouring lanes of a warp have the columns of a
-group, so that a scale for each group needs shuffles alone.
+A row is read once into registers. Each thread sums its squares, and these sums are added within a warp by shuffles,
+within a CTA through shared memory, and within a cluster by stores to distributed shared memory. A scale for each row
+needs no reduction of its own: max|y| is max|z * weight| times the row's factor, which is known afterwards, so that sum
+and maximum travel together. Neighbouring lanes of a warp have the columns of a group, so that a scale for each group
+needs shuffles alone.
 
 The same instructions serve SM90 and SM100.
 """
@@ -65,8 +65,7 @@ class RMSNorm:
         self.vector, self.vectors_per_thread = config.vector, config.vectors_per_thread
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
         self.weight_dtype = key.weight_dtype and NUMERIC[key.weight_dtype]
-        self.first_priority = "evict_last" if config.evict_last else ""
-        self.second_priority = "evict_first" if config.evict_last else ""
+        self.priority = "evict_last" if config.evict_last else ""
         self.state = SumMax if key.scaling is Scaling.TOKEN else Sum
         # Between the vectors of a thread.
         self.step = config.tile_elements // config.vectors_per_thread
@@ -100,17 +99,15 @@ class RMSNorm:
         in_rows = row < rows if cutlass.const_expr(config.rows_per_cta > 1) else True
         active = in_rows if cutlass.const_expr(self.exact) else in_rows and first < width
         rW = None
-        if cutlass.const_expr(self.weight_dtype is not None and config.reread):
-            rW = cute.make_rmem_tensor((self.vector, self.vectors_per_thread), self.weight_dtype)
-        if cutlass.const_expr(self.weight_dtype is not None and not config.reread):
+        if cutlass.const_expr(self.weight_dtype is not None):
             # No kernel of a step writes weights: they need not wait for the one before.
             rW = self.load(args.weight, cutlass.Int64(0), first, width, first < width)
         if cutlass.const_expr(config.use_pdl):
             dependent_launch.launch_dependents()
             dependent_launch.wait()
-        rZ = self.load(args.x, row_start(args.x, row), first, width, active, self.first_priority)
+        rZ = self.load(args.x, row_start(args.x, row), first, width, active, self.priority)
         if cutlass.const_expr(self.residual):
-            rR = self.load(args.residual, row_start(args.residual, row), first, width, active, self.first_priority)
+            rR = self.load(args.residual, row_start(args.residual, row), first, width, active, self.priority)
             self.add(rZ, rR)
             residual_start = row_start(args.residual_out, row)
             for i in cutlass.range_constexpr(self.vectors_per_thread):
@@ -134,10 +131,6 @@ class RMSNorm:
                 args.scale_out[row] = scale
         out_start = row_start(args.out, row)
         for i in cutlass.range_constexpr(self.vectors_per_thread):
-            if cutlass.const_expr(config.reread):
-                self.load_one(args.x, row_start(args.x, row), first, width, active, self.second_priority, i, rZ)
-                if cutlass.const_expr(self.weight_dtype is not None):
-                    self.load_one(args.weight, cutlass.Int64(0), first, width, first < width, "", i, rW)
             values = self.weighted(rZ, rW, i) * factor
             if cutlass.const_expr(self.scaling is Scaling.GROUP):
                 scale = self.scale_of_group(values)
@@ -173,22 +166,6 @@ class RMSNorm:
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 load_vector_as(priority, tensor.iterator, self.offset(start, first, width, i), fragment[None, i])
         return fragment
-
-    @cute.jit
-    def load_one(
-        self,
-        tensor: cute.Tensor,
-        start: cutlass.Int64,
-        first,
-        width,
-        active,
-        priority: cutlass.Constexpr[str],
-        i: cutlass.Constexpr[int],
-        fragment: cute.Tensor,
-    ):
-        """Load vector i of a thread that is active, as `load` does."""
-        if active:
-            load_vector_as(priority, tensor.iterator, self.offset(start, first, width, i), fragment[None, i])
 
     @cute.jit
     def offset(self, start: cutlass.Int64, first, width, i: cutlass.Constexpr[int]) -> cutlass.Int64:

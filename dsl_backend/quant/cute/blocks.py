@@ -9,7 +9,15 @@ from cutlass import cute
 
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import load_vector
-from dsl_backend.primitives.math import e4m3_of, e8m0_of, f32_to_e2m1, f32_to_e4m3, tree_max
+from dsl_backend.primitives.math import (
+    e4m3_of,
+    e8m0_of,
+    f32_to_e2m1,
+    f32_to_e4m3,
+    fmax_nan,
+    tree_max,
+    tree_reduce,
+)
 from dsl_backend.primitives.reduce import Max, warp_reduce
 from dsl_backend.quant.format import E2M1_MAX, MXFP8, ScaledFormat
 from dsl_backend.quant.reference import LEAST_OF_GROUP
@@ -22,7 +30,7 @@ NAN_E8M0 = 255
 
 @cute.jit
 def mx_scale(largest: cutlass.Float32):
-    """(the exponent of a block's scale plus 127, its inverse), by the block's largest magnitude.
+    """(the exponent of a block's scale plus 127, its inverse), by the block's largest magnitude, NaN left out.
 
     The scale of a block with an infinity is NaN.
     """
@@ -33,12 +41,17 @@ def mx_scale(largest: cutlass.Float32):
 
 
 def block_scale(kind: ScaledFormat, values: Sequence, global_scale, lanes: int = 1):
-    """(the code of a block's scale, what its values are multiplied by); `lanes` neighbours have parts of a block."""
-    largest = tree_max([cute.arch.fmax(value, -value) for value in values])
-    largest = warp_reduce(Max(largest), lanes).maximum
+    """(the code of a block's scale, what its values are multiplied by); `lanes` neighbours have parts of a block.
+
+    e2m1 has no NaN: in NVFP4 the scale of a block with one is NaN.
+    """
+    magnitudes = [cute.arch.fmax(value, -value) for value in values]
     if kind.packed > 1:
+        largest = tree_reduce(magnitudes, fmax_nan)
+        if lanes > 1:
+            largest = cute.arch.warp_reduction(largest, fmax_nan, threads_in_group=lanes)
         return e4m3_of(largest / (E2M1_MAX * global_scale), global_scale)
-    return mx_scale(largest)
+    return mx_scale(warp_reduce(Max(tree_max(magnitudes)), lanes).maximum)
 
 
 def converted(kind: ScaledFormat, values: Sequence) -> list:

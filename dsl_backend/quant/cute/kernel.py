@@ -6,6 +6,7 @@ second one finds in L2, or in L1, what the first one read.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import torch
@@ -36,6 +37,18 @@ class QuantiseKey:
 
     by_group: bool
     dtype: torch.dtype = torch.float32
+
+
+class ListedRows(NamedTuple):
+    """Rows that a launch quantises instead of all.
+
+    Attributes:
+        mRows: int32 [listed], rows of x; -1 is none.
+        mFactors: float32 [listed], what a row's scales are multiplied with once its elements are quantised.
+    """
+
+    mRows: cute.Tensor
+    mFactors: cute.Tensor
 
 
 @cute.jit
@@ -76,33 +89,67 @@ class Quantise:
         self.launch(x, out, scale, None, stream)
 
     @cute.jit
-    def launch(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, mRows: cute.Tensor, stream):
-        """Launch; mRows: int32 [1], the number of rows that count. None is all of them."""
-        ctas = x.shape[0]
-        if cutlass.const_expr(self.by_group):
-            ctas = cute.ceil_div(x.shape[0] * scale.shape[1], self.threads // WARP)
-        self.kernel(x, out, scale, mRows).launch(
+    def launch(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, mCount: cute.Tensor, stream):
+        """Launch; mCount: int32 [1], the number of rows that count. None is all of them."""
+        self.launch_rows(x, out, scale, x.shape[0], mCount, None, stream)
+
+    @cute.jit
+    def launch_listed(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, listed: ListedRows, stream):
+        """Launch for rows of a list; no other row of out and scale is written."""
+        self.launch_rows(x, out, scale, listed.mRows.shape[0], None, listed, stream)
+
+    def launch_rows(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, rows, mCount, listed, stream):
+        """Launch for so many rows."""
+        ctas = rows
+        if self.by_group:
+            ctas = cute.ceil_div(rows * scale.shape[1], self.threads // WARP)
+        self.kernel(x, out, scale, mCount, listed).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, mRows: cute.Tensor):
+    def kernel(
+        self,
+        x: cute.Tensor,
+        out: cute.Tensor,
+        scale: cute.Tensor,
+        mCount: cute.Tensor,
+        listed: ListedRows | None,
+    ):
         thread, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         dependent_launch.launch_dependents()
         if cutlass.const_expr(not self.waits_last):
             dependent_launch.wait()
-        rows = x.shape[0] if cutlass.const_expr(mRows is None) else mRows[0]
+        item, groups = block, 1
         if cutlass.const_expr(self.by_group):
-            self.group(x, out, scale, rows, block * (self.threads // WARP) + thread // WARP, thread % WARP)
+            item, groups = block * (self.threads // WARP) + thread // WARP, scale.shape[1]
+        row, factor = cutlass.Int32(-1), cutlass.Float32(1.0)
+        if cutlass.const_expr(listed is not None):
+            if item < listed.mRows.shape[0] * groups:
+                row, factor = listed.mRows[item // groups], listed.mFactors[item // groups]
         else:
-            if block < rows:
-                self.row(x, out, scale, block, thread)
+            rows = x.shape[0] if cutlass.const_expr(mCount is None) else mCount[0]
+            if item < rows * groups:
+                row = item // groups
+        if row >= 0:
+            if cutlass.const_expr(self.by_group):
+                self.group(x, out, scale, row, item % groups, factor, thread % WARP)
+            else:
+                self.row(x, out, scale, row, factor, thread)
         if cutlass.const_expr(self.waits_last):
             dependent_launch.wait()
 
     @cute.jit
-    def row(self, x: cute.Tensor, out: cute.Tensor, scale: cute.Tensor, row: cutlass.Int32, thread: cutlass.Int32):
-        """A CTA's row."""
+    def row(
+        self,
+        x: cute.Tensor,
+        out: cute.Tensor,
+        scale: cute.Tensor,
+        row: cutlass.Int32,
+        factor: cutlass.Float32,
+        thread: cutlass.Int32,
+    ):
+        """A CTA's row, whose scale is stored times a factor."""
         buffer, mbar = row_smem(Max, 1, self.threads // WARP, 1)
         vectors = x.shape[1] // VECTOR
         values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
@@ -113,7 +160,7 @@ class Quantise:
         whole = row_reduce(Max(largest), buffer, mbar, self.threads, 1).maximum
         found = cute.arch.fmax(whole, LEAST_OF_ROW) / cutlass.Float32(E4M3.largest)
         if thread == 0:
-            scale[row] = found
+            scale[row] = found * factor
         for i in cutlass.range(thread, vectors, self.threads, unroll=4):
             load_wide(x, row, i * VECTOR, values)
             self.store(out, values, found, row, i * VECTOR)
@@ -124,24 +171,23 @@ class Quantise:
         x: cute.Tensor,
         out: cute.Tensor,
         scale: cute.Tensor,
-        rows: cutlass.Int32,
-        item: cutlass.Int32,
+        row: cutlass.Int32,
+        group: cutlass.Int32,
+        factor: cutlass.Float32,
         lane: cutlass.Int32,
     ):
-        """A warp's group, of the first `rows` rows; `item` counts those of a row, then of the next one."""
-        n, groups = x.shape[1], scale.shape[1]
-        if item < rows * groups:
-            row, column = item // groups, item % groups * GROUP + lane * VECTOR
-            values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
-            values.fill(0.0)
-            if column < n:
-                load_wide(x, row, column, values)
-            largest = warp_reduce(Max(largest_of(values)), WARP).maximum
-            found = cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3.largest)
-            if lane == 0:
-                scale[row, item % groups] = found
-            if column < n:
-                self.store(out, values, found, row, column)
+        """A warp's group of a row, whose scale is stored times a factor."""
+        n, column = x.shape[1], group * GROUP + lane * VECTOR
+        values = cute.make_rmem_tensor(VECTOR, cutlass.Float32)
+        values.fill(0.0)
+        if column < n:
+            load_wide(x, row, column, values)
+        largest = warp_reduce(Max(largest_of(values)), WARP).maximum
+        found = cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3.largest)
+        if lane == 0:
+            scale[row, group] = found * factor
+        if column < n:
+            self.store(out, values, found, row, column)
 
     @cute.jit
     def store(

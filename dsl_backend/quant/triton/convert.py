@@ -42,12 +42,27 @@ def dequantize(x, dtype: tl.constexpr, E5M2: tl.constexpr):
 
 
 @triton.jit
-def e2m1_to_f32(code):
-    """The e2m1 in the low four bits of a uint8, as float32."""
-    exponent = (code.to(tl.int32) >> 1) & 3
-    mantissa = code.to(tl.int32) & 1
-    quarters = tl.where(exponent == 0, 2 * mantissa, (2 + mantissa) << exponent).to(tl.float32)
-    return tl.where((code & 8) != 0, -0.25, 0.25) * quarters
+def e2m1_pair_to_f32(packed):
+    """The two e2m1 of each uint8, as float32: that of its low four bits, and that of its high ones.
+
+    e2m1's exponent and mantissa, moved under float32's, make the value times 2^-126, subnormals included.
+    """
+    bits = packed.to(tl.int32)
+    low = ((bits << 28) >> 6) & -0x7E400000
+    high = ((bits << 24) >> 6) & -0x7E400000
+    low = low.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    return low, high.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def nvfp4_scale(largest, nan):
+    """(the e4m3 code of the scale of NVFP4 blocks, the scale as float32), of their largest magnitudes.
+
+    Divisions are rounded as IEEE 754 says, for the reference's bits. nan: int32, not 0 where a block has a NaN.
+    """
+    scale = tl.where(nan != 0, float("nan"), tl.div_rn(largest, tl.full(largest.shape, 6.0, tl.float32)))
+    code = quantize(scale, tl.uint8, False)
+    return code, dequantize(code, tl.float32, False)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a launch of the sampler takes."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
@@ -19,6 +20,9 @@ class SampleArgs(NamedTuple):
         tokens: int32 or int64 [rows]; an output.
         top_ids, top_logprobs, token_ranks: int32 and float32 [rows, 1 + num_logprobs], and int32 [rows]; outputs, as
             in `spec.Sampled`. None where no log-probabilities are returned.
+        pending: int64 [rows, 3], scratch of launches with a second one: the id of a drawn token that top-p may remove,
+            or -1; the sum below which what is likelier has to stay; the bits of the row's maximum.
+        block_max: float32 [rows, blocks], scratch of the same: the maximum of each block of these rows.
     """
 
     logits: Any
@@ -32,6 +36,15 @@ class SampleArgs(NamedTuple):
     top_ids: Any = None
     top_logprobs: Any = None
     token_ranks: Any = None
+    pending: Any = None
+    block_max: Any = None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], has_likeliest: bool, finishes: bool) -> "SampleArgs":
+        """What `tensors` was made of."""
+        absent = set() if has_likeliest else {"top_ids", "top_logprobs", "token_ranks"}
+        absent |= set() if finishes else {"pending", "block_max"}
+        return cls(**dict(zip((name for name in cls._fields if name not in absent), tensors, strict=True)))
 
     @property
     def tensors(self) -> list[Any]:

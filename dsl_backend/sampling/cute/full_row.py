@@ -18,7 +18,16 @@ from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import LOGITS_PER_LANE, Row, RowReader, bits_of_draw, top_p_of, write_token
+from dsl_backend.sampling.cute.row import (
+    HALF_WORD,
+    LANE_UNIT_BITS,
+    LOGITS_PER_LANE,
+    Row,
+    RowReader,
+    bits_of_draw,
+    top_p_of,
+    write_token,
+)
 from dsl_backend.sampling.cute.scan import WARP, add, cta_inclusive_sum, cta_sum, warp_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -177,6 +186,33 @@ class FullRowSampler:
         for index in cutlass.range(cute.arch.thread_idx()[0], blocks, self.threads, unroll=1):
             has_one = cutlass.Float32(smem.sBlockMax[index]) >= fixed_point.finite(bound)
             thread_sum = thread_sum + cutlass.Uint64(smem.sBlockSum[index]) if has_one else thread_sum
+        return self.upper_total(smem, thread_sum)
+
+    @cute.jit
+    def upper_sum_of_lanes(self, smem: SharedStorage, row: Row, bound):
+        """The same by the bounds that the first pass has written for each lane, which has 16 logits and not 512.
+
+        `RowReader.write_lane_bound` has rounded them up.
+        """
+        key = fixed_point.to_ordered_uint(bound) >> cutlass.Uint32(HALF_WORD)
+        thread_sum = cutlass.Uint64(0)
+        for place in cutlass.range(
+            cute.arch.thread_idx()[0], self.reader.blocks(row.vocab) * WARP, self.threads, unroll=1
+        ):
+            lane_bound = cutlass.Uint32(smem.sLaneBounds[place])
+            if lane_bound >> cutlass.Uint32(HALF_WORD) >= key:
+                mass = fixed_point.truncate_to_uint(
+                    (lane_bound << cutlass.Uint32(HALF_WORD)).bitcast(cutlass.Float32), cutlass.Uint64
+                )
+                weight = self.weight(row, cutlass.Float32(smem.sBlockMax[place // WARP]))
+                # One more for what is rounded down here.
+                weighted = fixed_point.weighted(mass << cutlass.Uint64(LANE_UNIT_BITS), weight)
+                thread_sum = thread_sum + weighted + cutlass.Uint64(1)
+        return self.upper_total(smem, thread_sum)
+
+    @cute.jit
+    def upper_total(self, smem: SharedStorage, thread_sum):
+        """At least the sum over the cluster of what each thread has of `upper_sum`; a barrier of the cluster."""
         self.cluster.share(cta_sum(thread_sum, smem.sScratch[None, 4], self.warps), smem.sUpper, self.cluster.rank())
         self.cluster.barrier()
         lane = cute.arch.lane_idx()
@@ -201,7 +237,23 @@ class FullRowSampler:
         if top_k < row.vocab:
             pivot, _ = self.radix.top_k_pivot(smem, row, top_k)
             bound = cute.arch.fmax(bound, fixed_point.from_ordered_uint(pivot))
-        draws = cutlass.Int32(0)
+        bound_id = self.draw_until_accepted(smem, row, by_block, bound, bound_id)
+        if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
+            write_token(row, bound_id)
+        return bound_id
+
+    @cute.jit
+    def draw_until_accepted(
+        self, smem: SharedStorage, row: Row, by_block, bound, bound_id, drawn: cutlass.Constexpr = False
+    ):
+        """Draw among the tokens likelier than a bound until top-p keeps one; its id, in every CTA.
+
+        Args:
+            by_block: whether the first pass has summed masses.
+            bound, bound_id: logit and id.
+            drawn: whether the bound is a token that was drawn, which top-p may keep. Shared memory has the limit then.
+        """
+        draws = cutlass.Int32(1 if cutlass.const_expr(drawn) else 0)
         accepted = cutlass.Boolean(False)
         while not accepted:
             if by_block:
@@ -209,7 +261,7 @@ class FullRowSampler:
             else:
                 self.sum_likelier(smem, row, bound, bound_id)
             sums = self.prefix_sums(smem, row)
-            if draws == 0 and cute.arch.thread_idx()[0] == 0:
+            if cutlass.const_expr(not drawn) and draws == 0 and cute.arch.thread_idx()[0] == 0:
                 # In shared memory: held in registers over the passes, others spilled.
                 smem.sResult[LIMIT] = fixed_point.top_p_limit(top_p_of(row), sums.total)
                 if cutlass.const_expr(self.reader.exp_sums):
@@ -219,17 +271,59 @@ class FullRowSampler:
             if draws > 0:
                 accepted = sums.total < cutlass.Uint64(smem.sResult[LIMIT])
             if not accepted:
-                target = fixed_point.sampling_target(bits_of_draw(smem, row, draws), sums.total)
-                bound_id = self.draw(smem, row, by_block, bound, bound_id, sums, target)
-                bound = fixed_point.canonical(self.reader.load_logit(row.logits, bound_id))
-                by_block = cutlass.Boolean(False)
+                bound, bound_id, accepted = self.draw_and_judge(smem, row, by_block, bound, bound_id, sums, draws)
                 draws = draws + 1
-                accepted = top_p_of(row) == 1.0
-                if not accepted:
-                    accepted = self.upper_sum(smem, row, bound) < cutlass.Uint64(smem.sResult[LIMIT])
-        if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
-            write_token(row, bound_id)
+                by_block = cutlass.Boolean(False)
         return bound_id
+
+    @cute.jit
+    def draw_once(self, smem: SharedStorage, row: Row):
+        """Draw a token of a row that is summed by blocks.
+
+        Returns:
+            Its id, and whether it is sure that top-p keeps it, in every CTA. Shared memory has top-p's limit.
+        """
+        self.rescale_sums(smem, row)
+        sums = self.prefix_sums(smem, row)
+        if cute.arch.thread_idx()[0] == 0:
+            smem.sResult[LIMIT] = fixed_point.top_p_limit(top_p_of(row), sums.total)
+        lowest, no_id = -cutlass.Float32(constants.MAX_LOGIT), cutlass.Int32(NO_ID)
+        _, token_id, is_kept = self.draw_and_judge(
+            smem, row, cutlass.Boolean(True), lowest, no_id, sums, cutlass.Int32(0)
+        )
+        return token_id, is_kept
+
+    @cute.jit
+    def draw_and_judge(self, smem: SharedStorage, row: Row, by_block, bound, bound_id, sums: Sums, draws):
+        """(logit and id of the next token by the sums, whether it is sure that top-p keeps it), in every CTA.
+
+        Args: as of `draw_until_accepted`.
+        """
+        target = fixed_point.sampling_target(bits_of_draw(smem, row, draws), sums.total)
+        token_id = self.draw(smem, row, by_block, bound, bound_id, sums, target)
+        x = fixed_point.canonical(self.reader.load_logit(row.logits, token_id))
+        is_kept = top_p_of(row) == 1.0
+        if not is_kept:
+            is_kept = self.surely_keeps(smem, row, x, by_block)
+        return x, token_id, is_kept
+
+    @cute.jit
+    def surely_keeps(self, smem: SharedStorage, row: Row, x, by_block):
+        """Whether what is likelier than a drawn token of logit x is less than top-p keeps, by upper bounds.
+
+        Args:
+            by_block: the sums are the first pass's.
+        """
+        upper = cutlass.Uint64(0)
+        if cutlass.const_expr(self.reader.lane_bounds):
+            if by_block:  # noqa: SIM108 - a conditional expression of CuTe DSL computes both
+                upper = self.upper_sum_of_lanes(smem, row, x)
+            else:
+                upper = self.upper_sum(smem, row, x)
+        else:
+            upper = self.upper_sum(smem, row, x)
+        # The token itself is in the bound. Without it the likeliest of few tokens is accepted at once.
+        return upper - fixed_point.prob_of(x, row.reference, row.scale) < cutlass.Uint64(smem.sResult[LIMIT])
 
     @cute.jit
     def draw(self, smem: SharedStorage, row: Row, by_block, bound, bound_id, sums: Sums, target):

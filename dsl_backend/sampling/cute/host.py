@@ -11,10 +11,14 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from dsl_backend.checks import short
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
-from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, cluster_configs, widest_vector
+from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, blocks_of, widest_vector
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
 from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.tuned import config_of, configs_of
+
+# Numbers of a row in SampleArgs.pending.
+PENDING = 3
 
 
 def key_of(spec: SamplingSpec, config: ClusterConfig, k_dtype: torch.dtype = torch.int32) -> SampleKey:
@@ -51,6 +55,11 @@ def fake_args(key: SampleKey) -> tuple[Any, ...]:
         min_p=per_row("float32"),
         tokens=per_row(key.token_dtype),
     )
+    if key.config.finish_cluster:
+        scratch = make_fake_tensor(NUMERIC["int64"], (rows, PENDING), (PENDING, 1), assumed_align=8)
+        shape, strides = (rows, cute.sym_int()), (cute.sym_int64(), 1)
+        block_max = make_fake_tensor(NUMERIC["float32"], shape, strides, assumed_align=4)
+        args = args._replace(pending=scratch, block_max=block_max)
     if key.logprobs_mode is not None:
         columns, stride = cute.sym_int(), cute.sym_int64()
         args = args._replace(
@@ -64,6 +73,20 @@ def fake_args(key: SampleKey) -> tuple[Any, ...]:
 def build(key: SampleKey, target: Target) -> Function:
     """The compiled function of SampleArgs, one by one."""
     return compile_kernel(Sample(key), fake_args(key), key=key, target=target)
+
+
+def scratch(spec: SamplingSpec, max_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`SampleArgs.pending` and `SampleArgs.block_max`."""
+    pending = torch.zeros(max_rows, PENDING, dtype=torch.int64, device=device)
+    return pending, torch.zeros(max_rows, blocks_of(spec.vocab, 1), device=device)
+
+
+def with_scratch(args: SampleArgs, spec: SamplingSpec, config: ClusterConfig) -> SampleArgs:
+    """Arguments of one launch of a configuration, with new scratch if it has a second launch."""
+    if not config.finish_cluster:
+        return args
+    pending, block_max = scratch(spec, len(args.logits), args.logits.device)
+    return args._replace(pending=pending, block_max=block_max)
 
 
 def with_expected_strides(logits: torch.Tensor) -> torch.Tensor:
@@ -93,13 +116,15 @@ class CuteSampler:
         self.spec, self.target = spec, target
         self.functions: dict[SampleKey, Function] = {}
         # Key: the arguments of `chosen`.
-        self.choices: dict[tuple[int, int, bool, torch.dtype], Function] = {}
-        for config in cluster_configs(spec, target, max_rows, widest_vector(spec)):
+        self.choices: dict[tuple[int, int, bool, torch.dtype], tuple[Function, bool]] = {}
+        for config in configs_of(spec, target, max_rows, widest_vector(spec)):
             self.function(key_of(spec, config))
         # Operands for parameters that are off for all rows.
         self.ones = torch.ones(max_rows, device=device)
         self.zeros = torch.zeros(max_rows, device=device)
         self.no_top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        finishes = any(key.config.finish_cluster for key in self.functions)
+        self.scratch = scratch(spec, max_rows, device) if finishes else None
 
     def function(self, key: SampleKey) -> Function:
         function = self.functions.get(key)
@@ -132,13 +157,21 @@ class CuteSampler:
             top_logprobs=out.top_logprobs,
             token_ranks=out.token_ranks,
         )
-        self.chosen(count, common_vector(logits), top_p_alone, top_k.dtype)(*args.tensors)
+        function, finishes = self.chosen(count, common_vector(logits), top_p_alone, top_k.dtype)
+        if finishes and self.scratch is not None:
+            pending, block_max = self.scratch
+            args = args._replace(pending=pending[:count], block_max=block_max[:count])
+        function(*args.tensors)
 
-    def chosen(self, rows: int, vector: int, top_p_alone: bool, k_dtype: torch.dtype) -> Function:
-        """The function of a launch. All that the choice depends on is in the arguments, so it is made once for them."""
+    def chosen(self, rows: int, vector: int, top_p_alone: bool, k_dtype: torch.dtype) -> tuple[Function, bool]:
+        """The function of a launch, and whether it has a second one.
+
+        All that the choice depends on is in the arguments, so it is made once for them.
+        """
         asked = rows, vector, top_p_alone, k_dtype
-        function = self.choices.get(asked)
-        if function is None:
-            config = ClusterConfig.default(self.spec, self.target, rows, vector, top_p_alone)
-            function = self.choices[asked] = self.function(key_of(self.spec, config, k_dtype))
-        return function
+        choice = self.choices.get(asked)
+        if choice is None:
+            config = config_of(self.spec, self.target, rows, vector, top_p_alone)
+            function = self.function(key_of(self.spec, config, k_dtype))
+            choice = self.choices[asked] = function, config.finish_cluster > 0
+        return choice

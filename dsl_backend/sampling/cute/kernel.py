@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sampler for SM90 and SM100: temperature, min-p, top-k, top-p and the draw in one launch, a cluster for each row.
 
+Or in two, where rows have top-p alone: see `Finish`.
+
 1. The first pass finds the row's maximum (`row`). It keeps the maximum of each thread and of each block of 512 logits.
    For a row without top-k and min-p it also sums the probabilities of each block.
 2. `row_max`: groups of threads share their maxima across the cluster. Groups have no logit in common, so the k-th
@@ -27,7 +29,7 @@ from dsl_backend.sampling.cute import fixed_point, smem
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.candidates import CandidateSampler
 from dsl_backend.sampling.cute.cluster import Cluster
-from dsl_backend.sampling.cute.full_row import FullRowSampler
+from dsl_backend.sampling.cute.full_row import LIMIT, FullRowSampler
 from dsl_backend.sampling.cute.likeliest import Likeliest
 from dsl_backend.sampling.cute.philox import random_bits
 from dsl_backend.sampling.cute.radix_select import RadixSelect
@@ -43,6 +45,10 @@ NUMERIC = {
     "int32": cutlass.Int32,
     "int64": cutlass.Int64,
 }
+
+
+# In SampleArgs.pending, of a row that is done.
+NOTHING = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +83,15 @@ class Sample:
         self.candidates = CandidateSampler(config, self.cluster, self.reader)
         self.full_row = FullRowSampler(config, self.cluster, self.reader, self.radix)
         self.likeliest = Likeliest(config, self.cluster, self.reader, self.candidates, self.full_row, self.radix, mode)
+        self.finish = Finish(key) if config.finish_cluster else None
 
     @cute.jit
     def __call__(self, stream, *tensors):
-        args = SampleArgs(*tensors)
         config = self.config
-        self.kernel(args).launch(
-            grid=(args.logits.shape[0], config.cluster, 1),
-            block=(config.threads, 1, 1),
-            cluster=(1, config.cluster, 1) if cutlass.const_expr(config.cluster > 1) else None,
-            min_blocks_per_mp=config.ctas_per_sm,
-            preferred_smem_carveout=config.smem_percent,
-            use_pdl=True,
-            stream=stream,
-        )
+        args = SampleArgs.of(tensors, self.returns_likeliest, config.finish_cluster > 0)
+        launch_rows(self.kernel(args), config, args, stream)
+        if cutlass.const_expr(config.finish_cluster):
+            self.finish.launch(args, stream)
 
     @cute.kernel
     def kernel(self, args: SampleArgs):
@@ -107,7 +108,10 @@ class Sample:
 
         index = cute.arch.block_idx()[0]
         vocab = args.logits.shape[1]
-        logits = Logits(args.logits.iterator + 0, cutlass.Int64(index) * args.logits.stride[0], vocab)
+        logits = logits_of(args, index)
+        if cutlass.const_expr(self.config.finish_cluster):
+            if self.cluster.rank() == 0 and thread == 0:
+                args.pending[index, 0] = cutlass.Int64(NOTHING)
         if cute.arch.warp_idx() == self.config.warps - 1:
             # One warp computes the random bits for all, before it waits for logits.
             bits = random_bits(args.seeds[index], args.positions[index])
@@ -144,7 +148,10 @@ class Sample:
             if self.cluster.rank() == 0 and thread == 0:
                 write_token(row, 0)
         elif is_random:
-            self.sample(storage, row, thread_max, lowest_group_max)
+            if cutlass.const_expr(self.config.finish_cluster):
+                self.draw_once(storage, row)
+            else:
+                self.sample(storage, row, thread_max, lowest_group_max)
         else:
             self.row_max.argmax(storage, row, thread_max)
 
@@ -156,6 +163,24 @@ class Sample:
             self.candidates.sample(storage, row, count)
         else:
             self.full_row.sample(storage, row)
+
+    @cute.jit
+    def draw_once(self, storage: SharedStorage, row: Row):
+        """Draw a token, and leave it to the second launch whether top-p keeps it, where that is not sure."""
+        thread, first_block = cute.arch.thread_idx()[0], self.reader.block(row.vocab, 0)
+        token_id, is_kept = self.full_row.draw_once(storage, row)
+        if self.cluster.rank() == 0 and thread == 0:
+            if is_kept:
+                write_token(row, token_id)
+            else:
+                pending = row.args.pending
+                pending[row.index, 0] = cutlass.Int64(token_id)
+                pending[row.index, 1] = cutlass.Int64(storage.sResult[LIMIT])
+                pending[row.index, 2] = cutlass.Int64(row.row_max.bitcast(cutlass.Uint32))
+        if not is_kept:
+            count = cutlass.min(self.reader.blocks(row.vocab), row.args.block_max.shape[1] - first_block)
+            for index in cutlass.range(thread, count, self.config.threads, unroll=1):
+                row.args.block_max[row.index, first_block + index] = storage.sBlockMax[index]
 
     @cute.jit
     def sample_and_rank(self, storage: SharedStorage, row: Row, args: SampleArgs, index, is_random, maxima):
@@ -199,3 +224,79 @@ class Sample:
         if self.cluster.rank() == 0:
             rank = self.likeliest.rank(storage, row, x, cutlass.Int32(count), is_counted)
             self.likeliest.write(storage, row, args, index, token_id, rank, cutlass.Int32(count))
+
+
+class Finish:
+    """The second launch, of top-p alone: it draws until top-p keeps the token, in the rows where that is not decided.
+
+    About one row of eight is left (1 - top_p of them at least), and it is read once or twice more. With the CTAs that
+    fit all rows, the slowest row decides how long a launch takes; here many CTAs share each of the rows that are left.
+    """
+
+    def __init__(self, key: SampleKey):
+        config = self.config = key.config.finishing
+        self.cluster = Cluster(config.cluster)
+        self.reader = RowReader(config, self.cluster, NUMERIC[key.dtype])
+        self.full_row = FullRowSampler(
+            config, self.cluster, self.reader, RadixSelect(config, self.cluster, self.reader)
+        )
+
+    @cute.jit
+    def launch(self, args: SampleArgs, stream):
+        launch_rows(self.kernel(args), self.config, args, stream)
+
+    @cute.kernel
+    def kernel(self, args: SampleArgs):
+        storage = smem.allocate(self.config)
+        dependent_launch.wait()
+        index = cute.arch.block_idx()[0]
+        token_id = cutlass.Int32(args.pending[index, 0])
+        if token_id != NOTHING:
+            self.draw(storage, args, index, token_id)
+
+    @cute.jit
+    def draw(self, storage: SharedStorage, args: SampleArgs, index, token_id):
+        """Draw again from a row while top-p does not keep its token, and write the token."""
+        thread, logits = cute.arch.thread_idx()[0], logits_of(args, index)
+        first_block, blocks = self.reader.block(logits.vocab, 0), self.reader.blocks(logits.vocab)
+        for i in cutlass.range(thread, blocks, self.config.threads, unroll=1):
+            block_max = -cutlass.Float32.inf
+            if first_block + i < args.block_max.shape[1]:
+                block_max = args.block_max[index, first_block + i]
+            storage.sBlockMax[i] = block_max
+        if thread == 0:
+            storage.sResult[LIMIT] = cutlass.Uint64(args.pending[index, 1])
+        # The shared memory of a CTA may be written once the CTA runs.
+        self.cluster.barrier()
+        row_max = cutlass.Uint32(args.pending[index, 2]).bitcast(cutlass.Float32)
+        row = Row(
+            logits=logits,
+            scale=fixed_point.scale_of(args.temperature[index]),
+            row_max=row_max,
+            reference=fixed_point.finite(row_max),
+            min_prob=cutlass.Uint64(0),
+            args=args,
+            index=index,
+        )
+        bound = fixed_point.canonical(self.reader.load_logit(logits, token_id))
+        token_id = self.full_row.draw_until_accepted(storage, row, cutlass.Boolean(False), bound, token_id, drawn=True)
+        if self.cluster.rank() == 0 and thread == 0:
+            write_token(row, token_id)
+
+
+def launch_rows(kernel, config: ClusterConfig, args: SampleArgs, stream) -> None:
+    """Launch a kernel that has a cluster for each row, with its arguments bound."""
+    kernel.launch(
+        grid=(args.logits.shape[0], config.cluster, 1),
+        block=(config.threads, 1, 1),
+        cluster=(1, config.cluster, 1) if config.cluster > 1 else None,
+        min_blocks_per_mp=config.ctas_per_sm,
+        preferred_smem_carveout=config.smem_percent,
+        use_pdl=True,
+        stream=stream,
+    )
+
+
+def logits_of(args: SampleArgs, index) -> Logits:
+    """Of a row."""
+    return Logits(args.logits.iterator + 0, cutlass.Int64(index) * args.logits.stride[0], args.logits.shape[1])

@@ -19,6 +19,10 @@ from dsl_backend.sampling.cute.smem import SharedStorage
 # Logits of a lane in a block, and how many masses fit 32 bits together.
 LOGITS_PER_LANE = constants.BLOCK // WARP
 MASSES_AT_ONCE = 4
+# A lane's bound in 32 bits: the upper half of its maximum as an ordered integer, and that of its mass as a float32, in
+# units of 2**(LANE_UNIT_BITS - MANTISSA_BITS), so that 16 masses fit 32 bits.
+HALF_WORD = 16
+LANE_UNIT_BITS = 2
 # Loads of a lane that are in flight when a few threads' logits are read again.
 REVISIT_LOADS = 4
 # Index of the first draw's random bits in SharedStorage.sResult.
@@ -110,7 +114,7 @@ class RowReader:
     def __init__(self, config: ClusterConfig, cluster: Cluster, dtype: type[cutlass.Numeric], exp_sums: bool = False):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
         self.blocks_ahead, self.reread_blocks = bool(config.blocks_ahead), config.reread_blocks
-        self.reread_backward = config.reread_backward
+        self.reread_backward, self.lane_bounds = config.reread_backward, config.lane_bound_blocks > 0
         self.loads = constants.BLOCK // (WARP * config.vector)
         self.cluster, self.dtype, self.exp_sums = cluster, dtype, exp_sums
 
@@ -126,7 +130,7 @@ class RowReader:
 
     @cute.jit
     def read(self, smem: SharedStorage, logits: Logits, scale, has_masses, has_exp_sums):
-        """Write the maximum of each block of the CTA, and where masses are asked for its sum of them.
+        """Write the maximum of each block of the CTA, and where masses are asked for its sum of them and lanes' bounds.
 
         Args:
             has_masses, has_exp_sums: the same in all threads.
@@ -158,15 +162,18 @@ class RowReader:
             reference = fixed_point.finite(warp_max(lane_max))
             mass_sum = cutlass.Uint64(0)
             if has_masses:
-                mass_sum = self.mass_sum(rX, reference, scale)
+                lane_sum = self.lane_mass(rX, reference, scale)
+                mass_sum = warp_sum(lane_sum)
+                if cutlass.const_expr(self.lane_bounds):
+                    self.write_lane_bound(smem, index, lane_max, lane_sum)
             if cute.arch.lane_idx() == 0:
                 smem.sBlockMax[index] = reference
                 smem.sBlockSum[index] = mass_sum
         return thread_max, exp_sum
 
     @cute.jit
-    def mass_sum(self, rX: cute.Tensor, reference, scale):
-        """The sum of the masses of a block, in every lane."""
+    def lane_mass(self, rX: cute.Tensor, reference, scale):
+        """The sum of the masses of this lane's logits of a block, uint64 in units of 2**-29."""
         # As often as there are lanes: a condition alone would become one more instruction for each logit of any block.
         infinite = popc(cute.arch.vote_ballot_sync(reference == cutlass.Float32(constants.MAX_LOGIT)))
         for _ in cutlass.range(infinite, unroll=1):
@@ -179,7 +186,20 @@ class RowReader:
             for i in cutlass.range_constexpr(first, first + MASSES_AT_ONCE):
                 mass = mass + fixed_point.mass_of(rX[i], reference, scale)
             lane_sum = lane_sum + cutlass.Uint64(mass)
-        return warp_sum(lane_sum)
+        return lane_sum
+
+    @cute.jit
+    def write_lane_bound(self, smem: SharedStorage, index, lane_max, lane_sum):
+        """Write at most what a comparison needs of this lane's maximum, and at least its mass, for a block.
+
+        The mass has a unit more for each logit, since each mass is rounded down.
+        """
+        # Zeros have a sign here, and none where they are compared.
+        key = fixed_point.to_ordered_uint(lane_max + cutlass.Float32(0.0)) >> cutlass.Uint32(HALF_WORD)
+        spare = cutlass.Uint64(LOGITS_PER_LANE + (1 << LANE_UNIT_BITS) - 1)
+        mass = cutlass.Float32(cutlass.Uint32((lane_sum + spare) >> cutlass.Uint64(LANE_UNIT_BITS)))
+        upper = (mass.bitcast(cutlass.Uint32) + cutlass.Uint32((1 << HALF_WORD) - 1)) >> cutlass.Uint32(HALF_WORD)
+        smem.sLaneBounds[index * WARP + cute.arch.lane_idx()] = key << cutlass.Uint32(HALF_WORD) | upper
 
     @cute.jit
     def exponentials(self, rX: cute.Tensor, reference):

@@ -8,7 +8,6 @@ from cutlass import cute
 
 from dsl_backend.sampling.configs import HISTOGRAM_BINS, MAX_CLUSTER, MAX_GROUPS, ClusterConfig
 from dsl_backend.sampling.cute.scan import WARP
-from dsl_backend.sampling.fixed_point import BLOCK
 
 
 class SharedStorage(NamedTuple):
@@ -25,6 +24,8 @@ class SharedStorage(NamedTuple):
         sUpper: uint64 [16], an upper bound of the sum of each CTA.
         sLists: uint32 [64 * warps], for each warp 32 threads and 32 blocks that it visits.
         sPacked: float32 [512 * warps], logits of a block that each warp has packed.
+        sLaneBounds: uint32 [32 * lane_bound_blocks], a bound for each lane of a block (`RowReader.write_lane_bound`).
+            They share their memory with sPacked, which is written when they have been read.
         sRanks: uint32 [16], for each CTA how many of its logits are at least the token's.
         sExpSums: float32 [16], for each CTA the sum of exp(logit - the row's maximum).
         sScratch: uint64 [32, 5], for sums over the CTA.
@@ -45,6 +46,7 @@ class SharedStorage(NamedTuple):
     sUpper: cute.Tensor
     sLists: cute.Tensor
     sPacked: cute.Tensor
+    sLaneBounds: cute.Tensor
     sRanks: cute.Tensor
     sExpSums: cute.Tensor
     sScratch: cute.Tensor
@@ -61,6 +63,7 @@ def allocate(config: ClusterConfig) -> SharedStorage:
         return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
 
     u32, u64, f32 = cutlass.Uint32, cutlass.Uint64, cutlass.Float32
+    sPacked = tensor(f32, config.packed_words)
     return SharedStorage(
         sGroupMax=tensor(f32, MAX_GROUPS),
         sBins=tensor(u32, HISTOGRAM_BINS),
@@ -72,7 +75,8 @@ def allocate(config: ClusterConfig) -> SharedStorage:
         sTotal=tensor(u64, MAX_CLUSTER),
         sUpper=tensor(u64, MAX_CLUSTER),
         sLists=tensor(u32, 2 * config.threads),
-        sPacked=tensor(f32, BLOCK * config.warps),
+        sPacked=sPacked,
+        sLaneBounds=cute.make_tensor(cute.recast_ptr(sPacked.iterator, dtype=u32), sPacked.layout),
         sRanks=tensor(u32, MAX_CLUSTER),
         sExpSums=tensor(f32, MAX_CLUSTER),
         sScratch=tensor(u64, WARP, 5),

@@ -12,14 +12,14 @@ from dsl_backend.checks import short
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
-from dsl_backend.softmax.configs import SoftmaxConfig, default_config
+from dsl_backend.softmax.configs import SoftmaxConfig
 from dsl_backend.softmax.cute.kernel import NUMERIC, Softmax, SoftmaxKey
 from dsl_backend.softmax.spec import SoftmaxSpec
+from dsl_backend.softmax.tuned import config_of
 
 
-def key_of(spec: SoftmaxSpec, config: SoftmaxConfig | None = None) -> SoftmaxKey:
+def key_of(spec: SoftmaxSpec, config: SoftmaxConfig) -> SoftmaxKey:
     """The kernel of a problem. Widths with the same configuration share one, except those that fill the registers."""
-    config = config or default_config(spec)
     exact = spec.width % config.tile_elements == 0 if config.two_pass else spec.width == config.tile_elements
     return SoftmaxKey(
         dtype=short(spec.dtype), out_dtype=short(spec.out_dtype), log=spec.log, config=config, exact=exact
@@ -45,7 +45,7 @@ def build(key: SoftmaxKey, target: Target) -> Function:
 @cache
 def function_of(spec: SoftmaxSpec, target: Target, libraries: str) -> Function:
     """The function of a problem, cached by the libraries that its host code is linked with."""
-    return build(key_of(spec), target)
+    return build(key_of(spec, config_of(spec, target)), target)
 
 
 def softmax(x: torch.Tensor, out: torch.Tensor, spec: SoftmaxSpec, target: Target) -> None:

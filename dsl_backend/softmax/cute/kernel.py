@@ -15,7 +15,7 @@ from cutlass import cute
 
 from dsl_backend.primitives import dependent_launch, math, reduce
 from dsl_backend.primitives.accumulators import fence_operand
-from dsl_backend.primitives.copy import load_vector, load_vector_if, store_vector
+from dsl_backend.primitives.copy import load_vector_as, load_vector_if, store_vector
 from dsl_backend.primitives.fragment import elements, from_float32, to_float32, words
 from dsl_backend.primitives.reduce import MaxSum
 from dsl_backend.softmax.configs import SoftmaxConfig
@@ -59,6 +59,7 @@ class Softmax:
         )
         self.threads, self.ctas_per_sm, self.recompute = config.threads, config.ctas_per_sm, config.recompute
         self.use_pdl, self.predicated = config.use_pdl, config.predicated
+        self.priority = "evict_last" if config.evict_last else ""
         self.late_dependents = config.use_pdl and config.late_dependents
         self.dtype, self.out_dtype = NUMERIC[key.dtype], NUMERIC[key.out_dtype]
 
@@ -155,12 +156,12 @@ class Softmax:
         for i in cutlass.range_constexpr(self.vectors_per_thread):
             offset = i * (self.tile_elements // self.vectors_per_thread)
             if cutlass.const_expr(self.exact):
-                load_vector(base, own + offset, rX[None, i])
+                load_vector_as(self.priority, base, own + offset, rX[None, i])
             elif cutlass.const_expr(self.predicated):
                 load_vector_if(first + offset < width, base, own + offset, rX[None, i], NEGATIVE_INFINITY[self.dtype])
             else:
                 inside = own + offset if first + offset < width else row_start
-                load_vector(base, inside, rX[None, i])
+                load_vector_as(self.priority, base, inside, rX[None, i])
         if cutlass.const_expr(not self.exact and not self.predicated):
             for i in cutlass.range_constexpr(self.vectors_per_thread):
                 if first + i * (self.tile_elements // self.vectors_per_thread) >= width:

@@ -32,6 +32,17 @@ LATENT = [
     mla(16, id="mla-fp8", q_lens=(1, 2), kv_lens=(33, 20), fp8=True, why="a latent cache in e4m3"),
     mla(
         16,
+        (288, 256),
+        id="mla-fp8-queries",
+        q_lens=(1, 2),
+        kv_lens=(70, 20),
+        fp8=True,
+        fp8_q=True,
+        split_q=True,
+        why="quantised queries of two parts",
+    ),
+    mla(
+        16,
         id="mla-padded",
         q_lens=(1, 2),
         kv_lens=(33, 20),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dsl_backend.attention.spec import AttentionSpec, Causality
-from dsl_backend.quant.format import NVFP4_KV
+from dsl_backend.quant.format import NVFP4, NVFP4_KV, TENSOR_SCALED
 from dsl_backend.testing.inputs import Problem, Surroundings, make_problem
 
 BF16, FP16, FP8, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -29,7 +29,7 @@ class Case:
         heads: query and key/value heads.
         dim: of a head's queries and keys; dim_v of its values where it differs.
         fp8: keys and values are stored as fp8, of fp8_dtype; nvfp4: as NVFP4.
-        fp8_q: queries arrive in e4m3; fp8_out: outputs are stored in it.
+        fp8_q: queries arrive in e4m3; fp8_out: outputs are stored in it; nvfp4_out: in NVFP4.
         scales_by_head: each key head has scales of its own; scales_by_request: each request.
         window: keys visible before and after a position.
         causal: of each request, and then Causality.PER_REQUEST.
@@ -58,6 +58,7 @@ class Case:
     nvfp4: bool = False
     fp8_q: bool = False
     fp8_out: bool = False
+    nvfp4_out: bool = False
     scales_by_head: bool = False
     scales_by_request: bool = False
     page: int | None = 16
@@ -99,7 +100,7 @@ class Case:
             batch_invariant=self.batch_invariant,
             scales_by_request=self.scales_by_request,
             q_dtype=FP8 if self.fp8_q else None,
-            out_dtype=FP8 if self.fp8_out else None,
+            out_format=NVFP4 if self.nvfp4_out else TENSOR_SCALED if self.fp8_out else None,
         )
 
     def problem(self, device: torch.device | str = "cpu") -> Problem:

@@ -138,6 +138,52 @@ DTYPES = [
     ),
 ]
 
+NVFP4_OUTPUTS = [
+    Case(
+        "nvfp4-out",
+        (1, 2, 127),
+        (60, 20, 129),
+        heads=(2, 1),
+        nvfp4_out=True,
+        window=(40, None),
+        nan_request=1,
+        why="outputs in NVFP4, scales of two tiles of 128 rows, some saturated; a NaN stays its block's",
+    ),
+    Case(
+        "nvfp4-out-splits",
+        (0, 2, 1, 0, 1),
+        (0, 700, 40, 0, 900),
+        heads=(4, 1),
+        dim=80,
+        dtype=FP16,
+        fp8=True,
+        nvfp4_out=True,
+        programs=5,
+        why="the combine kernel finds the scales of blocks; rows of 40 bytes; values have a scale too",
+    ),
+    Case(
+        "nvfp4-out-splits-128",
+        (0, 2, 1, 0, 1),
+        (0, 700, 40, 0, 900),
+        heads=(4, 1),
+        dim=128,
+        nvfp4_out=True,
+        programs=5,
+        sinks=True,
+        tier="full",
+        why="the same with four columns a lane; a row of zeros",
+    ),
+    Case(
+        "nvfp4-out-invariant",
+        (1, 2, 20),
+        (20, 1500, 64),
+        nvfp4_out=True,
+        batch_invariant=True,
+        tier="full",
+        why="fixed splits are combined to NVFP4, by lanes of single columns",
+    ),
+]
+
 HEAD_DIMS = [
     Case(
         f"dim-{dim}",

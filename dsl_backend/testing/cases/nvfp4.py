@@ -48,4 +48,14 @@ NVFP4 = [
         around=Surroundings(layout=Layout.PADDED),
         why="room between pages",
     ),
+    Case(
+        "nvfp4-queries",
+        (1, 6, 20),
+        (90, 37, 20),
+        nvfp4=True,
+        fp8_q=True,
+        scales_by_head=True,
+        around=Surroundings(layout=Layout.HEADS_FIRST, fused_q=True),
+        why="quantised queries over a cache of 4 bits",
+    ),
 ]

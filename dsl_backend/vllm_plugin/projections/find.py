@@ -2,7 +2,7 @@
 """Finds the projections of a model that this package serves, or why it does not."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,9 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.fused_mlp.find import sequence_parallelism
 from dsl_backend.vllm_plugin.options import ServedBy
+
+# The attribute by which a DeepSeekV2FusedQkvAProjLinear has a kernel of vLLM's multiply instead of its method.
+OWN_KERNEL = "_use_min_latency_gemm"
 
 
 def reasons_against_engine(vllm_config: Any) -> str:
@@ -89,7 +92,8 @@ def judge(layer: Any, vllm_config: Any, target: Target) -> LinearSpec | str:
     method = layer.quant_method
     if type(method) is not plain:
         return f"a layer is quantised or no plain product ({type(method).__name__})"
-    plain_forward = kind.forward in [one.forward for one in known] or is_plain_router(layer)
+    forwards = [one.forward for one in known]
+    plain_forward = kind.forward in forwards or is_plain_router(layer) or is_fused_latent(layer, forwards)
     if "forward" in vars(layer) or not plain_forward:
         return f"{kind.__name__} has a forward of its own"
     try:
@@ -100,6 +104,11 @@ def judge(layer: Any, vllm_config: Any, target: Target) -> LinearSpec | str:
     except AttributeError as error:  # a version of vLLM whose layers are others than those that are known
         return f"vLLM's layer is not as it was expected: {error}"
     served_by = options.of(vllm_config).projections
+    if served_by is ServedBy.MEASURED and getattr(layer, OWN_KERNEL, False):
+        return (
+            f"{kind.__name__} has a kernel of vLLM's for up to 16 rows that dsl's was not timed beside: "
+            """--additional-config '{"dsl": {"projections": "dsl"}}' has dsl serve them"""
+        )
     if served_by is ServedBy.MEASURED and not tuned.faster(spec.n, spec.k, spec.dtypes.x, target):
         return (
             "nothing measured says that dsl is faster: "
@@ -118,6 +127,22 @@ def is_plain_router(layer: Any) -> bool:
         return False
     allowed = {name for name, value in vars(layer).items() if name.startswith("allow_") and value}
     return allowed <= {"allow_specialized_router_gemm"}  # which is what the others need, and no kernel
+
+
+def is_fused_latent(layer: Any, forwards: Sequence[Any]) -> bool:
+    """Whether a layer is vLLM's projection to both latents of MLA, and a plain product but for its own kernel.
+
+    That kernel is for few rows of DeepSeek-V3's sizes, behind the flag `OWN_KERNEL`.
+
+    Args:
+        forwards: those of plain products.
+    """
+    kinds = [kind for kind in type(layer).__mro__ if "forward" in vars(kind)]
+    return (
+        kinds[0].__name__ == "DeepSeekV2FusedQkvAProjLinear"
+        and vars(kinds[1])["forward"] in forwards
+        and isinstance(getattr(layer, OWN_KERNEL, None), bool)
+    )
 
 
 def spec_of(layer: Any) -> LinearSpec:

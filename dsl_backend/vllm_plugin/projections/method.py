@@ -63,8 +63,13 @@ class ServedRows:
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
-        out: torch.Tensor = PROJECTION(rows, layer.weight, bias, self.measured, self.batch_invariant)
+        out = self.product(rows, layer.weight, bias)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[-1])
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `projection`, by the operator, which torch.compile sees as one node."""
+        out: torch.Tensor = PROJECTION(rows, weight, bias, self.measured, self.batch_invariant)
+        return out
 
 
 class LinearMethod(ServedRows, UnquantizedLinearMethod):
@@ -72,4 +77,14 @@ class LinearMethod(ServedRows, UnquantizedLinearMethod):
 
 
 class EmbeddingMethod(ServedRows, UnquantizedEmbeddingMethod):
-    """Of the projection to logits, whose weight may be the embedding's."""
+    """Of the projection to logits, whose weight may be the embedding's.
+
+    vLLM computes logits outside of its compiled model and of its graphs, once a step. There the function is called, and
+    not the operator: half of the host's time for it was torch's dispatcher.
+    """
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return super().product(rows, weight, bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return projection(rows, weight, bias, self.measured, self.batch_invariant)

@@ -19,7 +19,7 @@ from dsl_backend.runtime.dispatch import explained
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options
 from dsl_backend.vllm_plugin.options import ServedBy
-from dsl_backend.vllm_plugin.projections.find import judge, projections, reasons_against_engine
+from dsl_backend.vllm_plugin.projections.find import OWN_KERNEL, judge, projections, reasons_against_engine
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 # For each model that dsl serves in this process, in order: name of a layer -> its spec.
@@ -45,12 +45,14 @@ def serve_projections(model: nn.Module, vllm_config: Any) -> None:
 
 
 def replace(layer: Any, measured: bool, batch_invariant: bool) -> None:
-    """Replace the method of a layer."""
+    """Replace the method of a layer, and have the layer's `forward` call it."""
     from vllm.model_executor.layers.linear import LinearBase
 
     from dsl_backend.vllm_plugin.projections.method import EmbeddingMethod, LinearMethod
 
     layer.quant_method = (LinearMethod if isinstance(layer, LinearBase) else EmbeddingMethod)(measured, batch_invariant)
+    if getattr(layer, OWN_KERNEL, False):
+        setattr(layer, OWN_KERNEL, False)
 
 
 def report(kinds: Counter[tuple[str, LinearSpec]], left: Counter[str], target: Target, measured: bool) -> None:

@@ -20,6 +20,7 @@ from dsl_backend.experts.block_scaled_configs import UNPACKED_BYTES
 from dsl_backend.experts.scales import mma_scales
 from dsl_backend.experts.spec import MMA_MULTIPLE, ExpertsSpec
 from dsl_backend.quant.format import MXFP4, NVFP4, ScaledFormat
+from dsl_backend.quant.mxfp4_tiles import exponents_of, pack_experts
 
 # What vLLM marks a layer with that was processed, and deletes when it reloads one.
 PROCESSED = "_already_called_process_weights_after_loading"
@@ -56,7 +57,11 @@ def sizes_of(layer: Any, kind: ScaledFormat) -> tuple[int, int]:
             raise InvalidInput(f"this version of vLLM pads tokens of {hidden} columns to {padded[0]}")
         if parallel.use_all2all_kernels and parallel.all2all_backend != GATHERS:
             raise InvalidInput(f"vLLM has padded {hidden} columns to {padded[0]}, as {parallel.all2all_backend} wants")
-    check_parameters(layer, kind, *padded)
+    loaded = MXFP4 if kind.tiled else kind
+    check_parameters(layer, loaded, *padded)
+    if kind.tiled:
+        check_scales(layer, hidden, width)
+        return hidden, width
     apart = padded != (hidden, width) or (kind == MXFP4 and any(n // 2 % UNPACKED_BYTES for n in (hidden, width)))
     if apart and parallel.enable_eplb:
         raise InvalidInput(f"rebalancing of experts (EPLB) needs packed rows, and those of {hidden} or {width} are not")
@@ -82,6 +87,19 @@ def check_parameters(layer: Any, kind: ScaledFormat, hidden: int, width: int) ->
             raise InvalidInput(f"{name}_bias is {bias.dtype}: {dtype} is needed with tokens of {dtype}")
 
 
+def check_scales(layer: Any, hidden: int, width: int) -> None:
+    """Raises InvalidInput where no kernel under 16 bits has a scale of a layer in MXFP4."""
+    for name, rows, columns in (("w13", 2 * width, hidden), ("w2", hidden, width)):
+        for of_expert in zip(*loaded_mxfp4(layer, name, rows, columns), strict=True):
+            exponents_of(*of_expert)
+
+
+def loaded_mxfp4(layer: Any, name: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and scales of w13 or w2 in MXFP4 as they are loaded, without what vLLM has padded."""
+    weight, scale = weight_of(layer, name).data, getattr(layer, f"{name}_weight_scale").data
+    return weight[:, :rows, : columns // MXFP4.packed], scale[:, :rows, : columns // block(MXFP4)]
+
+
 def block(kind: ScaledFormat) -> int:
     """Columns of a block."""
     assert kind.block_columns is not None
@@ -95,16 +113,23 @@ def lay_out(layer: Any, spec: ExpertsSpec) -> None:
     rows = {"w13": 2 * spec.intermediate_size, "w2": spec.hidden_size}
     columns = {"w13": spec.hidden_size, "w2": spec.intermediate_size}
     for name, count in rows.items():
+        if hasattr(layer, f"{name}_bias"):
+            replace_parameter(layer, f"{name}_bias", getattr(layer, f"{name}_bias").data[:, :count].contiguous())
+        parts = 2 if name == "w13" else 1
+        if kind.tiled:
+            packed = pack_experts(
+                *loaded_mxfp4(layer, name, count, columns[name]), parts=parts, interleaved=spec.interleaved
+            )
+            replace_parameter(layer, f"{name}_weight", packed)
+            delattr(layer, f"{name}_weight_scale")
+            continue
         weight = weight_of(layer, name).data[:, :count, : columns[name] // kind.packed]
         replace_parameter(layer, f"{name}_weight", aligned(weight) if kind == MXFP4 else weight)
         if hasattr(layer, f"{name}_weight{PACKED}"):
             delattr(layer, f"{name}_weight{PACKED}")
-        if hasattr(layer, f"{name}_bias"):
-            replace_parameter(layer, f"{name}_bias", getattr(layer, f"{name}_bias").data[:, :count].contiguous())
         scale = getattr(layer, f"{name}_weight_scale").data[:, :count, : columns[name] // block(kind)]
         if kind == NVFP4:
             scale = with_whole(layer, name, scale)
-        parts = 2 if name == "w13" else 1
         replace_parameter(layer, f"{name}_weight_scale", mma_scales(scale, parts=parts, interleaved=spec.interleaved))
 
 
@@ -164,7 +189,7 @@ class BlockScaledMethod:
             allow_new_interface=True,
         )
         assert exchange is not None
-        kernels = self.experts_cls(self.moe, self.moe_quant_config, layer=layer, weight=self.spec.weight)
+        kernels = self.experts_cls(self.moe, self.moe_quant_config, layer=layer, spec=self.spec)
         self.moe_kernel = modular_kernel.FusedMoEKernel(exchange, kernels)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import dispatch, tuned
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec, RouterWeights
-from dsl_backend.quant.format import BLOCK_SCALED, GROUP, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, GROUP, MXFP4, MXFP4_TILED, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import compat, options
 from dsl_backend.vllm_plugin.options import ServedBy
@@ -32,6 +32,8 @@ MMA_SCALED = {
 }
 # SM100's kernels of these, which have not run on a GPU.
 MMA_SCALED_KERNEL = "cute-block-scaled"
+# SM90's kernels of MXFP4 under tokens in 16 bits, of which those for many tokens have not run on a GPU.
+WEIGHT_ONLY_KERNEL = "cute-weight-only"
 # Where methods have vLLM's choice of kernels.
 BACKENDS = ("unquantized_backend", "fp8_backend")
 
@@ -103,6 +105,10 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     served_by, kernel = options.of(vllm_config).experts, options.of(vllm_config).experts_kernel
     if reason := reason_against_request(moe, served_by):
         return reason
+    if weight == MXFP4 and kernel == WEIGHT_ONLY_KERNEL:
+        weight = MXFP4_TILED
+        # There it is the reference's format too.
+        kernel = None if target.is_cpu else kernel
     kernels = kernels_of(method.experts_cls, weight)
     if isinstance(kernels, str):
         return kernels
@@ -114,6 +120,8 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
     spec = spec_of(layer, kernels, weight)
     if spec.mma_scaled and kernel is None and target.kernel_arch == "sm100":
         return f"{spec.weight} needs experts_kernel {MMA_SCALED_KERNEL!r}: these kernels have not run on a GPU"
+    if spec.weight == MXFP4 and kernel is None and target.kernel_arch == "sm90":
+        return f"{spec.weight} needs experts_kernel {WEIGHT_ONLY_KERNEL!r}: not all of these kernels have run on a GPU"
     dispatch.choose(spec, target, kernel)
     service = Service(spec, kernels, kernel=kernel)
     return service if served_by is ServedBy.DSL else measured(service, method, target)
@@ -178,6 +186,8 @@ def kernels_of(theirs: Any, weight: ScaledFormat | None) -> Any:
         return kernels.BatchedDSLExperts if batched else kernels.DSLExperts
     if batched:
         return f"weights in {weight} with tokens in vLLM's batched format"
+    if weight.tiled:
+        return kernels.WeightOnlyDSLExperts
     return kernels.BlockScaledDSLExperts if weight.swizzled else kernels.ScaledDSLExperts
 
 
@@ -234,7 +244,7 @@ def spec_of(layer: Any, kernels: Any, weight: ScaledFormat | None) -> ExpertsSpe
 
 def sizes_of(layer: Any, weight: ScaledFormat | None) -> tuple[int, int]:
     """H and I of a layer as it is loaded. Raises InvalidInput: its weights do not lie as kernels need them."""
-    if weight is not None and weight.swizzled:
+    if weight is not None and (weight.swizzled or weight.tiled):
         from dsl_backend.vllm_plugin.routed_experts import block_scaled
 
         return block_scaled.sizes_of(layer, weight)

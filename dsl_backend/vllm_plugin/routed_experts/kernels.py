@@ -23,7 +23,7 @@ from dsl_backend.errors import InvalidInput
 from dsl_backend.experts import ops, tuned
 from dsl_backend.experts.spec import ExpertsSpec, RouterWeights
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
-from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP4_TILED, MXFP8, NVFP4, ROW_SCALED, ScaledFormat
 from dsl_backend.runtime import target as targets
 
 Format = modular_kernel.FusedMoEActivationFormat
@@ -48,6 +48,8 @@ def scheme_of(weight: ScaledFormat | None) -> tuple[Any, Any]:
         return quant_utils.kMxfp8Static, quant_utils.kMxfp8Dynamic
     if weight == MXFP4:
         return quant_utils.kMxfp4Static, quant_utils.kMxfp8Dynamic
+    if weight == MXFP4_TILED:
+        return quant_utils.kMxfp4Static, None
     if weight == NVFP4:
         return quant_utils.kNvfp4Static, quant_utils.kNvfp4Dynamic
     assert weight is None, weight
@@ -97,9 +99,11 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
 
     Attributes:
         kernel: the name of the kernels that serve; None is the best one that does.
+        intermediate_size: of weights whose shapes do not say it.
     """
 
     kernel: str | None = None
+    intermediate_size: int | None = None
 
     def __init__(self, moe_config: Any, quant_config: Any, **sizes: int) -> None:
         super().__init__(moe_config, quant_config, **sizes)
@@ -171,7 +175,7 @@ class DSLExperts(modular_kernel.FusedMoEExpertsModular):
         shared, shared_weight = self.shared()
         operands = (output, x, [w13, w2, *shared], [weights, ids, expert_map], [self.w1_bias, self.w2_bias])
         layer = (self.activation_name, self.parameters, where.value, shared_weight, self.kernel)
-        ops.EXPERTS(*operands, self.scales_of(x_scale), *layer)
+        ops.EXPERTS(*operands, self.scales_of(x_scale), *layer, self.intermediate_size)
 
     def shared(self) -> tuple[list[torch.Tensor], float]:
         """Weights of shared experts, none here, and what their results are multiplied with."""
@@ -226,12 +230,13 @@ class BlockScaledDSLExperts(DSLExperts):
 
     Args:
         layer: whose parameters are laid out as `block_scaled.lay_out` does it; they are read at each call.
-        weight: their format.
+        spec: of the layer.
     """
 
-    def __init__(self, moe_config: Any, quant_config: Any, layer: Any, weight: ScaledFormat) -> None:
+    def __init__(self, moe_config: Any, quant_config: Any, layer: Any, spec: ExpertsSpec) -> None:
         super().__init__(moe_config, quant_config)
-        self.layer, self.weight = layer, weight
+        assert spec.weight is not None
+        self.layer, self.weight = layer, spec.weight
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
@@ -249,6 +254,25 @@ class BlockScaledDSLExperts(DSLExperts):
             return blocks
         of_weights = [layer.w13_weight_scale_2, layer.w2_weight_scale_2]
         return [*blocks, None, *of_weights, layer.w13_input_scale, layer.w2_input_scale]
+
+
+class WeightOnlyDSLExperts(BlockScaledDSLExperts):
+    """As `DSLExperts`, with weights in MXFP4, scales among them, that are multiplied with tokens in 16 bits."""
+
+    def __init__(self, moe_config: Any, quant_config: Any, layer: Any, spec: ExpertsSpec) -> None:
+        super().__init__(moe_config, quant_config, layer, spec)
+        self.intermediate_size = spec.intermediate_size
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+        return (weight_key, activation_key) == scheme_of(MXFP4_TILED)
+
+    def moe_problem_size(self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *others: Any) -> Any:
+        """As vLLM finds it, of weights in tiles."""
+        return super().moe_problem_size(a1, w1.flatten(2), w2.flatten(2), *others)
+
+    def scales_of(self, x_scale: torch.Tensor | None) -> list[torch.Tensor | None]:
+        return []
 
 
 class MeasuredExperts(DSLExperts):

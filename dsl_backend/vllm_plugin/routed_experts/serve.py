@@ -93,11 +93,11 @@ def kernels_of(runners: dict[int, Any], layer: Any, service: Service) -> type:
 def replace(layer: Any, service: Service, kernels: type) -> None:
     """Have vLLM make a layer's kernels of this class, and leave its weights as they are loaded.
 
-    Scales in MXFP8, MXFP4 and NVFP4 are laid out for this package's kernels instead.
+    Weights and scales in MXFP8, MXFP4 and NVFP4 are laid out for this package's kernels instead.
     """
     method = layer.quant_method
     method.experts_cls = kernels
-    if service.spec.mma_scaled:
+    if service.spec.mma_scaled or service.spec.weight_only:
         from dsl_backend.vllm_plugin.routed_experts.block_scaled import take_over
 
         take_over(layer, service.spec)

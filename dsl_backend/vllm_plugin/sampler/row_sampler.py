@@ -94,6 +94,9 @@ class RowSampler:
             "top_p": torch.ones(max_rows, device=device),
             "min_p": torch.zeros(max_rows, device=device),
         }
+        # Of rows that are all greedy: no seed is read.
+        self.no_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.no_temperature = torch.zeros(max_rows, device=device)
 
     def returns(self, num_logprobs: int) -> bool:
         """Whether so many of the likeliest tokens may be asked for; -1 are all."""
@@ -107,6 +110,7 @@ class RowSampler:
         *,
         logprobs: bool = False,
         num_logprobs: int | None = None,
+        new_tokens: bool = False,
         **filters: torch.Tensor | None,
     ) -> Sampled:
         """One token of each row of logits [rows, vocab].
@@ -114,6 +118,7 @@ class RowSampler:
         Args:
             logprobs: return all log-probabilities.
             num_logprobs: return so many of the likeliest tokens; None for none, and with logprobs.
+            new_tokens: return the tokens in memory of their own.
             filters: temperature, top_k, top_p and min_p as in Parameters; None is off for all rows.
 
         Returns:
@@ -128,7 +133,20 @@ class RowSampler:
         given = {name: self.off[name][:rows] for name in names} | used
         kind = Returned.NOTHING if num_logprobs is None else Returned.LIKELIEST
         plan = self.plan(logits, Returned.ALL_LOGPROBS if logprobs else kind)
-        return api.run(plan, logits, Parameters(seeds=seeds, positions=positions, **given), num_logprobs)
+        parameters = Parameters(seeds=seeds, positions=positions, **given)
+        return api.run(plan, logits, parameters, num_logprobs, new_tokens=new_tokens)
+
+    def draw_greedy(self, logits: torch.Tensor, positions: torch.Tensor, **returned: Any) -> Sampled:
+        """The likeliest token of each row, as `draw` has it at temperature 0. Nothing of a request is looked up.
+
+        Args:
+            returned: logprobs, num_logprobs and new_tokens as in `draw`.
+        """
+        rows = logits.shape[0]
+        seeds, temperature = self.no_seeds[:rows], self.no_temperature[:rows]
+        if rows > self.max_rows:
+            seeds, temperature = seeds.new_zeros(rows), temperature.new_zeros(rows)
+        return self.draw(logits, seeds, positions, temperature=temperature, **returned)
 
     def draw_in_parts(
         self, logits: torch.Tensor, parameters: dict[str, torch.Tensor | None], **returned: Any

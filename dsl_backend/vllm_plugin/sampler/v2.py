@@ -81,7 +81,8 @@ class DSLSampler(Sampler):
 
     def likeliest_of_step(self, in_batch: np.ndarray) -> int | None:
         """How many of the likeliest tokens the kernel is to return; None where vLLM finds them, or nobody asks."""
-        if not hasattr(Sampler, "get_logprobs_dims") or getattr(self, "trace_replay_state", None) is not None:
+        replays = getattr(self, "trace_replay_state", None) is not None
+        if self.rows.likeliest is None or replays or not hasattr(Sampler, "get_logprobs_dims"):
             return None
         asked = super().get_logprobs_dims(in_batch)
         if asked is None or np.any(self.needs_logits_processing[in_batch]):
@@ -99,24 +100,28 @@ class DSLSampler(Sampler):
     def sample(self, *args: Any, return_logprobs: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [rows] int64; and the logits, or the log-probabilities that they were drawn by where asked for."""
         logprobs = return_logprobs and self.logprobs_mode == "processed_logprobs"
-        drawn, logits = self.draw(dict(zip(NAMES, args, strict=False)), logprobs, self.num_logprobs)
-        self.drawn = drawn
         # The tokens are read on another stream while the next step draws.
-        return drawn.tokens.clone(), logits if drawn.logprobs is None else drawn.logprobs
+        drawn, logits = self.draw(dict(zip(NAMES, args, strict=False)), logprobs, self.num_logprobs, new_tokens=True)
+        self.drawn = drawn
+        return drawn.tokens, logits if drawn.logprobs is None else drawn.logprobs
 
     def draw(
-        self, step: dict[str, Any], logprobs: bool, num_logprobs: int | None = None
+        self, step: dict[str, Any], logprobs: bool, num_logprobs: int | None = None, new_tokens: bool = False
     ) -> tuple[Sampled, torch.Tensor]:
         """What was drawn for each row, in buffers that the next step overwrites, and the processed logits.
 
         Args:
             step: the arguments of `sample`, by name.
-            logprobs, num_logprobs: as in `RowSampler.draw`.
+            logprobs, num_logprobs, new_tokens: as in `RowSampler.draw`.
         """
         requests, in_batch = step["expanded_idx_mapping"], step["idx_mapping_np"]
         given = (step[name] for name in NAMES if name != "return_logprobs")
         logits = self.apply_sampling_params(*given, skip_top_k_top_p=True)
         states = self.sampling_states
+        if all_greedy(states.temperature.np[in_batch]):
+            # Seeds and temperatures would be gathered by a launch each, and are not read.
+            returned = {"logprobs": logprobs, "num_logprobs": num_logprobs, "new_tokens": new_tokens}
+            return self.rows.draw_greedy(logits, step["pos"], **returned), logits
         top_k, top_p = compat.filters_of(states, requests, in_batch, logits.shape[-1])
         drawn = self.rows.draw(
             logits,
@@ -128,8 +133,14 @@ class DSLSampler(Sampler):
             min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
             logprobs=logprobs,
             num_logprobs=num_logprobs,
+            new_tokens=new_tokens,
         )
         return drawn, logits
+
+
+def all_greedy(temperatures: np.ndarray) -> bool:
+    """Whether no request samples: vLLM makes the temperature of a greedy one 0, and switches its filters off."""
+    return not temperatures.any()
 
 
 def likeliest_tensors(drawn: Sampled, cu_rows: np.ndarray) -> LogprobsTensors:

@@ -2,8 +2,7 @@
 """This package's kernels of NVFP4 and MXFP8 linear layers, as vLLM's methods call them, and which layers have them.
 
 Weights and inputs have a scale for each 16 or 32 columns of k, which SM100's matrix products apply; those of NVFP4 have
-one float32 scale of the whole matrix too. Checkpoints are ModelOpt's and those of compressed-tensors. Each layer
-quantises its own input: linked layers would need an output in these formats.
+one float32 scale of the whole matrix too. Checkpoints are ModelOpt's and those of compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from dsl_backend.quant.format import MXFP8, NVFP4, ScaledFormat
 from dsl_backend.quant.reference import Quantized, swizzled
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin.scaled_linears.find import NOTHING_MEASURED, Service, is_pre_processed
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed, Link, how_of
 from dsl_backend.vllm_plugin.scaled_linears.operands import mxfp8_input, nvfp4_input
 from dsl_backend.vllm_plugin.served_layers import holder_of, layers_of
 
@@ -30,24 +30,45 @@ class BlockScaledMma:
 
     Args:
         kernel: the name of the kernel that is asked for; None is the best that serves.
+        out_dtype: of an output that is not quantised.
+
+    Attributes:
+        kind: the format of x and of the weight.
+        link: with it the layer applies the activation too.
     """
 
     kind: ScaledFormat
 
-    def __init__(self, kernel: str | None) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: str | None, out_dtype: torch.dtype) -> None:
+        self.kernel, self.out_dtype = kernel, out_dtype
+        self.link: Link | None = None
+
+    @property
+    def x_kind(self) -> ScaledFormat:
+        return self.kind
+
+    @property
+    def weight_kind(self) -> ScaledFormat:
+        return self.kind
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Swizzle the weight's scales, once."""
         scale = layer.weight_scale.data.view(self.kind.scales)
         layer.weight_scale = nn.Parameter(swizzled(scale), requires_grad=False)
 
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Map x [..., k] to [..., n]."""
-        rows = self.quantised(layer, x.reshape(-1, x.shape[-1]))
+    def apply_weights(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> Any:
+        """Map x [..., k], or what a linked layer hands on, to [..., n]."""
+        if isinstance(x, Handed):
+            lead, rows = x.values.shape[:-1], Quantized(x.values.view(-1, x.values.shape[-1]), x.scale, self.kind)
+        else:
+            lead, rows = x.shape[:-1], self.quantised(layer, x.reshape(-1, x.shape[-1]))
         weight = Quantized(layer.weight, layer.weight_scale, self.kind)
-        out = api.scaled_linear(rows, weight, bias, dtype=x.dtype, kernel=self.kernel, alpha=self.alpha_of(layer))
-        return out.view(*x.shape[:-1], out.shape[-1])
+        how = how_of(self.link, self.out_dtype, self.kind, self.kernel)
+        consumer = None if self.link is None else self.link.consumer
+        out_scale = None if consumer is None else self.scale_of_input(consumer)
+        out, scale = api.called(rows, weight, bias, out_scale, how, self.alpha_of(layer))
+        out = out.view(*lead, out.shape[-1])
+        return out if scale is None else Handed(out, scale)
 
     def quantised(self, layer: Any, x: torch.Tensor) -> Quantized:
         """X [rows, k] in the layer's format."""
@@ -55,6 +76,10 @@ class BlockScaledMma:
 
     def alpha_of(self, layer: Any) -> torch.Tensor | None:
         """The product of the scales of both whole matrices."""
+        return None
+
+    def scale_of_input(self, layer: Any) -> torch.Tensor | None:
+        """The scale of a layer's whole input, [1]."""
         return None
 
 
@@ -68,6 +93,9 @@ class Nvfp4Kernel(BlockScaledMma):
 
     def alpha_of(self, layer: Any) -> torch.Tensor:
         return layer.alpha.view(1)
+
+    def scale_of_input(self, layer: Any) -> torch.Tensor:
+        return layer.input_global_scale.view(1)
 
 
 class Mxfp8Kernel(BlockScaledMma):
@@ -153,7 +181,7 @@ class Layers:
 
     def replace(self, layer: Any, service: Service) -> None:
         """Replace the kernel of a layer's method."""
-        self.holder_of(layer).kernel = class_of(self)(service.kernel)
+        self.holder_of(layer).kernel = class_of(self)(service.kernel, layer.params_dtype)
         # What the kernel before this one would have taken from a fused activation or norm.
         if hasattr(layer, "_input_quant_key"):
             del layer._input_quant_key
@@ -178,3 +206,9 @@ FORMATS = (NVFP4_LAYERS, MXFP8_LAYERS)
 def is_block_scaled(layer: Any) -> bool:
     """Whether a linear layer has a kernel of one of these formats, whoever's."""
     return any(form.holder_of(layer) is not None for form in FORMATS)
+
+
+def kernel_of(layer: Any) -> BlockScaledMma | None:
+    """This package's kernel of a linear layer; None where it has none of these formats."""
+    kernels = (getattr(form.holder_of(layer), "kernel", None) for form in FORMATS)
+    return next((kernel for kernel in kernels if isinstance(kernel, BlockScaledMma)), None)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the fp8 linear layers of a model that this package serves, and the MLPs whose layers can be linked."""
+"""Finds the fp8 linear layers of a model that this package serves. `block_scaled` finds those in NVFP4 and MXFP8."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -9,14 +8,11 @@ import torch
 from torch import nn
 
 from dsl_backend.errors import InvalidInput, Unsupported
-from dsl_backend.gemm.activation import Activation
 from dsl_backend.linear.scaled import dispatch, tuned
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP_SCALED, MXFP8, ROW_SCALED, TENSOR_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import options
-from dsl_backend.vllm_plugin.fused_mlp import forward_source
-from dsl_backend.vllm_plugin.fused_mlp.find import against_gate
 from dsl_backend.vllm_plugin.options import ServedBy
 from dsl_backend.vllm_plugin.projections.find import against_linear_layers
 from dsl_backend.vllm_plugin.scaled_linears.operands import block_scale
@@ -37,7 +33,7 @@ class Service(NamedTuple):
     Attributes:
         kernel: the name of the kernels that serve; None is the best one that does.
         measured: they serve the numbers of rows for which they were measured to be faster, and vLLM's kernels others.
-    powers_of_two: the checkpoint says that its scales of blocks are, whatever their dtype.
+        powers_of_two: the checkpoint says that the scales of its blocks are powers of two, whatever their dtype.
     """
 
     kernel: str | None
@@ -164,78 +160,3 @@ def is_pre_processed() -> bool:
 
     asked = getattr(utils, "is_weights_pre_processed", None)
     return bool(asked()) if asked is not None else False
-
-
-def linked(
-    parent: nn.Module, activation: str, owners: Counter[int], target: Target
-) -> tuple[str, str | None, ScaledLinearSpec, tuple[Activation, bool]] | str:
-    """(gate and up projection, down projection, spec of the former, its activation), or why they cannot be linked.
-
-    The down projection is None where only the activation joins: something between them needs its 16-bit result.
-
-    Args:
-        activation: the name of its attribute.
-        owners: id of a module -> number of modules that have it as a child.
-    """
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-
-    from dsl_backend.vllm_plugin.fused_mlp.method import activation_of
-    from dsl_backend.vllm_plugin.scaled_linears.kernels import ServedByDsl
-    from dsl_backend.vllm_plugin.scaled_linears.measured import Measured, ranges_of
-
-    children: dict[str, Any] = dict(parent.named_children())
-    served = {
-        name: child
-        for name, child in children.items()
-        if isinstance(getattr(holder_of(child) if hasattr(child, "quant_method") else None, KERNEL, None), ServedByDsl)
-    }
-    gates = [name for name, child in served.items() if type(child) is MergedColumnParallelLinear]
-    if len(gates) != 1:
-        return f"{type(parent).__name__} has {len(gates)} merged fp8 projections of dsl's: 1 is needed"
-    (gate,) = gates
-    if reasons := against_gate(parent, gate, activation, owners, (parent, getattr(parent, activation))):
-        return "; ".join(reasons)
-    known = activation_of(children[activation])
-    if known is None:
-        return f"{type(children[activation]).__name__} is not a known activation"
-    kernel = getattr(holder_of(children[gate]), KERNEL)
-    downs = [name for name, child in served.items() if type(child) is RowParallelLinear]
-    down = next((name for name in downs if takes(parent, activation, name, children[name], kernel, owners)), None)
-    rows, k = children[gate].weight.shape
-    facts = {"activation": known[0], "interleaved": known[1], "bias": children[gate].bias is not None}
-    try:
-        spec = spec_of(
-            rows // 2,
-            k,
-            kernel.x_kind,
-            kernel.weight_kind,
-            out=None if down is None else kernel.x_kind,
-            dtype=kernel.config.out_dtype or torch.bfloat16,
-            **facts,
-        )
-        dispatch.choose(spec, target, kernel.kernel)
-    except (InvalidInput, Unsupported) as error:
-        return str(error)
-    if isinstance(kernel, Measured) and not ranges_of(kernel.theirs, spec, target, handed=False):
-        return NOTHING_MEASURED
-    return gate, down, spec, known
-
-
-def takes(parent: Any, activation: str, name: str, down: Any, kernel: Any, owners: Counter[int]) -> bool:
-    """Whether a down projection can take what the gate and up projection quantises for it."""
-    theirs = getattr(holder_of(down), KERNEL)
-    kind: Any = type(parent)
-    key = theirs.config.activation_quant_key.scale
-    one_scale = theirs.x_kind == TENSOR_SCALED
-    return (
-        (theirs.x_kind, theirs.weight_kind) == (kernel.x_kind, kernel.weight_kind)
-        # An input in MXFP8 is quantised where it is multiplied.
-        and not theirs.x_kind.swizzled
-        # A computed scale of the whole tensor needs all rows.
-        and (not one_scale or bool(key.static))
-        and getattr(down, "input_scale_ub", None) is None
-        and down.input_is_parallel
-        and owners[id(down)] == 1
-        and not getattr(down, "requires_unquantized_input", False)
-        and forward_source.objection(kind, activation, name) is None
-    )

@@ -15,12 +15,11 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.utils import replace_parameter
 
-from dsl_backend.gemm.activation import Activation
 from dsl_backend.linear.scaled import api
 from dsl_backend.linear.scaled.eager import How
 from dsl_backend.quant.format import BLOCK_SCALED_E8M0, MXFP8, TENSOR_SCALED, ScaledFormat
 from dsl_backend.quant.reference import Quantized, in_mxfp8
-from dsl_backend.vllm_plugin.scaled_linears.handed import Handed
+from dsl_backend.vllm_plugin.scaled_linears.handed import Handed, Link, how_of
 from dsl_backend.vllm_plugin.scaled_linears.operands import block_scale, mxfp8_input, powers_of_two
 
 
@@ -29,14 +28,6 @@ class Rows(NamedTuple):
 
     values: torch.Tensor
     scale: torch.Tensor | None
-
-
-class Link(NamedTuple):
-    """A gate and up projection's activation, and the layer that takes its quantised output; None is one in 16 bits."""
-
-    activation: Activation
-    interleaved: bool
-    consumer: nn.Module | None
 
 
 class ServedByDsl:
@@ -83,12 +74,13 @@ class ServedByDsl:
     @property
     def how(self) -> How:
         """All of the layer that is no tensor."""
-        dtype = self.config.out_dtype or torch.bfloat16
-        if self.link is None:
-            return How(dtype, kernel=self.kernel)
-        # vLLM's quantisation of a layer's input follows from the format of its weight: the consumer's is this layer's.
-        to = None if self.link.consumer is None else self.x_kind
-        return How(dtype, self.link.activation, self.link.interleaved, to, kernel=self.kernel)
+        return how_of(self.link, self.out_dtype, self.x_kind, self.kernel)
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of an output that is not quantised."""
+        found: torch.dtype | None = self.config.out_dtype
+        return found or torch.bfloat16
 
     @property
     def consumers_scale(self) -> torch.Tensor | None:

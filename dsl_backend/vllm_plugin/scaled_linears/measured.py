@@ -180,8 +180,18 @@ def layer_dynamic(
     return out, computed
 
 
-LAYER = register_op("measured_scaled_linear", layer, fake=ops.scaled_linear_fake)
-LAYER_DYNAMIC = register_op("measured_scaled_linear_dynamic", layer_dynamic, fake=ops.scaled_linear_dynamic_fake)
+def layer_fake(*given: Any) -> torch.Tensor:
+    operands, rest = given[:6], given[6:]
+    return ops.scaled_linear_fake(*operands, None, *rest)
+
+
+def layer_dynamic_fake(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    operands, rest = given[:5], given[5:]
+    return ops.scaled_linear_dynamic_fake(*operands, None, None, *rest)
+
+
+LAYER = register_op("measured_scaled_linear", layer, fake=layer_fake)
+LAYER_DYNAMIC = register_op("measured_scaled_linear_dynamic", layer_dynamic, fake=layer_dynamic_fake)
 
 
 class Measured(ServedByDsl):

@@ -28,10 +28,11 @@ from dsl_backend.vllm_plugin.scaled_linears.find import (
     holder_of,
     judge,
     layers,
-    linked,
     reasons_against_engine,
     service_of,
 )
+from dsl_backend.vllm_plugin.scaled_linears.handed import Link
+from dsl_backend.vllm_plugin.scaled_linears.linked import linked, ours_of
 from dsl_backend.vllm_plugin.served_layers import key_of, report_left, serve_each
 
 
@@ -77,24 +78,31 @@ def serve_scaled_linears(model: nn.Module, vllm_config: Any) -> None:
     report_left("fp8 linear layers", left)
     report_left("activations behind fp8 layers", apart)
     for form in block_scaled.FORMATS:
-        specs = serve_format(form, model, against_engine, target, service)
+        specs = serve_format(form, model, against_engine, target, service, names)
         found |= {name: Served(spec, service.kernel, None) for name, spec in specs.items()}
     _served.append(found)
     ahead.compile_scaled_linears(vllm_config, served_layers())
 
 
 def serve_format(
-    form: block_scaled.Layers, model: nn.Module, against_engine: str, target: Target, service: Service
+    form: block_scaled.Layers,
+    model: nn.Module,
+    against_engine: str,
+    target: Target,
+    service: Service,
+    names: dict[int, str],
 ) -> dict[str, ScaledLinearSpec]:
-    """Serve every layer of a format that can be served; log how many, and why others are not."""
+    """Serve every layer of a format that can be served, and link MLPs; log how many, and why others are not."""
     served, left = serve_each(
         form.of(model),
         lambda layer: against_engine or form.judge(layer, target, service),
         lambda layer, _: form.replace(layer, service),
     )
+    apart = link_all(model, target, served, names) if served else Counter[str]()
     kinds = Counter(Kind(type(model.get_submodule(name)).__name__, spec, "") for name, spec in served.items())
     report(form.name, kinds, target, service)
     report_left(f"{form.name} linear layers", left)
+    report_left(f"activations behind {form.name} layers", apart)
     return served
 
 
@@ -155,7 +163,7 @@ def link_all(
     model: nn.Module, target: Target, served: dict[str, ScaledLinearSpec], names: dict[int, str]
 ) -> Counter[str]:
     """Link what can be linked, in the model and in `served`; reason -> activations that stay vLLM's."""
-    from dsl_backend.vllm_plugin.scaled_linears.kernels import HandedOn, Link
+    from dsl_backend.vllm_plugin.scaled_linears.kernels import HandedOn
 
     owners = Counter(id(child) for module in model.modules() for child in module.children())
     left: Counter[str] = Counter()
@@ -169,7 +177,7 @@ def link_all(
         gate, down, spec, (kind, interleaved) = found
         layer = getattr(parent, gate)
         consumer = None if down is None else getattr(parent, down)
-        getattr(holder_of(layer), KERNEL).link = Link(kind, interleaved, consumer)
+        ours_of(layer).link = Link(kind, interleaved, consumer)
         setattr(parent, activation, HandedOn())
         served[names[id(layer)]] = spec
     return left

@@ -64,6 +64,11 @@ HOPPER = {
         0.55,
         f"{AGAIN}, at most: from a launch's end to the return of the next one's wait; a launch that waits takes 0.58",
     ),
+    "l2_halves": Known(
+        39,
+        f"{MEASURED} and {AGAIN}: loads take 300 and 261 cycles, by which half of L2 has the line; CTAs that do the "
+        "same end at times that differ by up to so much",
+    ),
     "matrix_clock": Known(0.78, "fitted: the clock's part that is left where tensor cores never rest"),
     "hbm_efficiency": Known(0.92, "fitted"),
     "l2_terabytes": Known(

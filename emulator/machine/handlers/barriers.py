@@ -63,6 +63,7 @@ def named(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int, bool]:
 def arrive(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int]:
     together(runner, instr)
     barrier, threads, everyone = named(runner, instr)
+    barrier.follow(runner.clock.history)
     target = barrier.arrive(runner.clock, WARP, threads, everyone=everyone)
     runner.run.progress += 1
     return barrier, target
@@ -71,7 +72,7 @@ def arrive(runner: Runner, instr: Instr) -> tuple[NamedBarrier, int]:
 @executes("bar.sync", "bar.cta.sync", "barrier.sync", "barrier.cta.sync")
 def execute_sync(runner: Runner, instr: Instr) -> Wait:
     barrier, target = arrive(runner, instr)
-    return Wait(f"waits at {barrier}", lambda: barrier.round >= target, lambda: runner.clock.acquire(barrier.released))
+    return Wait(f"waits at {barrier}", lambda: barrier.round >= target, partial(acquire_released, runner, barrier))
 
 
 @executes("bar.arrive", "bar.cta.arrive", "barrier.arrive", "barrier.cta.arrive")
@@ -90,12 +91,13 @@ def execute_red(runner: Runner, instr: Instr) -> Wait:
     op = instr.op["op"]
     votes = runner.run.votes.setdefault((id(barrier), barrier.round + 1), [])
     votes.append((runner.warp.pred(source), runner.mask))
+    barrier.follow(runner.clock.history)
     target = barrier.arrive(runner.clock, WARP, threads, everyone=everyone)
     runner.run.progress += 1
     mask = runner.mask
 
     def then() -> None:
-        runner.clock.acquire(barrier.released)
+        acquire_released(runner, barrier)
         if op == "popc":
             runner.warp.put32(to, sum(holds.bit_count() for holds, _ in votes), mask)
             return
@@ -137,6 +139,7 @@ def arrive_at_cluster(runner: Runner, instr: Instr) -> None:
     if ARRIVAL not in runner.state:
         runner.at_end.append(partial(check_cluster_end, runner))
     runner.state[ARRIVAL] = runner.index
+    cluster.barrier.follow(runner.clock.history)
     runner.state[TARGET] = cluster.barrier.arrive(clock, WARP, cluster.threads, everyone=True)
     runner.run.progress += 1
 
@@ -172,6 +175,7 @@ def execute_cluster_wait(runner: Runner, instr: Instr) -> Wait | None:
 
 def acquire_released(runner: Runner, barrier: NamedBarrier) -> None:
     runner.clock.acquire(barrier.released)
+    runner.clock.follow(barrier.history)
 
 
 # mbarriers.
@@ -338,7 +342,8 @@ def arrive_once(runner: Runner, barrier: MBarrier, clock: Clock | None, count: i
         barrier.hand(runner.clock.handed_tensor())
         if runner.fence is not None:
             barrier.hand(runner.fence)
-    return barrier.arrive(clock, count)
+    runner.clock.count_event()
+    return barrier.arrive(clock, runner.clock.history, count)
 
 
 def releasing(runner: Runner, instr: Instr) -> Clock | None:
@@ -374,7 +379,9 @@ def execute_complete(runner: Runner, instr: Instr) -> None:
     count = instr["bytes"]
     assert count is not None
     for address, mask in each(runner, instr["mbar"]):
-        mbarrier(runner, address).complete_bytes(runner.warp.uniform(count) * mask.bit_count(), runner)
+        barrier = mbarrier(runner, address)
+        runner.clock.count_event()
+        barrier.complete_bytes(runner.warp.uniform(count) * mask.bit_count(), runner.clock.history, runner)
     runner.run.progress += 1
 
 
@@ -459,7 +466,7 @@ def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
     """`try_wait` suspends until the phase is complete or, when nothing else can continue, until time is up."""
     to = instr["p"]
     assert to is not None
-    everyone, pending = runner.mask, awaited(runner, instr)
+    everyone, pending, index = runner.mask, awaited(runner, instr), runner.index
 
     def finish(limit: bool) -> None:
         holds = 0
@@ -467,6 +474,8 @@ def execute_wait(runner: Runner, instr: Instr) -> Wait | None:
             if one.is_complete:
                 holds |= one.mask
                 observe(runner, instr, one.barrier)
+                if one.parity is not None:
+                    one.barrier.order.answer(runner.clock, one.phase, partial(runner.report, Kind.PHASE, index=index))
         runner.warp.put_pred(to, holds, everyone)
         runner.run.profile.count("mbarrier waits that expired", int(limit))
 

@@ -54,7 +54,7 @@ def respond(issue: Issue, ctas: list[Cta], offset: int, barrier_offset: int) -> 
         issue.to_shared(cta, RESPONSE_BYTES, np.array([offset]), words.view(np.uint8)[None], stamp)
         if first is None:
             cta.refused = stamp
-        barrier.complete_bytes(RESPONSE_BYTES)
+        barrier.complete_bytes(RESPONSE_BYTES, issue.history)
 
 
 @executes("clusterlaunchcontrol.query_cancel.is_canceled")

@@ -91,7 +91,7 @@ def load(
                 whole[transfer.inside] = data
                 data = whole
         issue.to_shared(cta, transfer.unit, transfer.shared, data, stamp, transfer.dense, update)
-        barrier.complete_bytes(transfer.bytes)
+        barrier.complete_bytes(transfer.bytes, issue.history)
 
 
 def store(issue: Issue, transfer: Transfer, name: str, lanes: int, update: Update | None = None) -> None:

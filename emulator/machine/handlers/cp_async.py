@@ -170,6 +170,7 @@ def execute_arrive(runner: Runner, instr: Instr) -> None:
     groups, copying = groups_of(runner, Source.COPY_GROUP), copies_of(runner)
     clock, index = groups.tick(), runner.index
     component = runner.component(Source.COPY_GROUP)
+    history = runner.clock.history.copy()
     for address, mask in each(runner, instr["mbar"]):
         barrier = mbarrier(runner, address)
         cta, offset = locate(runner, address)
@@ -182,7 +183,7 @@ def execute_arrive(runner: Runner, instr: Instr) -> None:
         def arrive(cta=cta, offset=offset, arrivals=arrivals) -> None:  # type: ignore[no-untyped-def]
             barrier = barrier_of(cta, offset)
             barrier.learn(component, clock, generic=True)
-            barrier.arrive(None, arrivals)
+            barrier.arrive(None, history, arrivals, engine=True)
             runner.run.progress += 1
 
         copying.after(mask, partial(runner.guarded, index, arrive))
@@ -232,7 +233,7 @@ def execute_store(runner: Runner, instr: Instr) -> None:
                             cta, unit, offsets[lane : lane + 1], data[lane : lane + 1], stamp, None,
                             lambda old, new: copies.reduce(op, kind, old, new, cluster=True),
                         )  # fmt: skip
-                barrier.complete_bytes(data.size)
+                barrier.complete_bytes(data.size, issue.history)
 
             issue.submit(f"a {instr.op.name}", do)
     runner.run.profile.count(f"{instr.op.name} bytes", data.size)

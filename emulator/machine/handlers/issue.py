@@ -40,6 +40,7 @@ class Issue:
         order: what is ordered before its accesses.
         seen: what its warp knows.
         foreign: the same of other clusters.
+        history: what came before it, whatever memory order says.
     """
 
     runner: "Runner"
@@ -47,6 +48,7 @@ class Issue:
     order: Vector
     seen: Vector
     foreign: dict[int, Vector]
+    history: Vector
 
     @classmethod
     def of(cls, runner: "Runner", *, generic: bool = False) -> "Issue":
@@ -59,7 +61,7 @@ class Issue:
         seen = knows.seen.copy()
         order = seen if generic else runner.clock.async_order()
         runner.clock.tick()
-        return cls(runner, runner.index, order, seen, dict(knows.foreign))
+        return cls(runner, runner.index, order, seen, dict(knows.foreign), runner.clock.history.copy())
 
     def submit(self, what: str, do: Callable[[], None]) -> None:
         """Leave the rest to the schedule."""

@@ -292,8 +292,13 @@ def execute_commit(runner: Runner, instr: Instr) -> None:
     known = runner.clock.knows.copy()
     known.seen[runner.clock.component] = known.fenced[runner.clock.component] = 0
     hand_over(runner, known)
+    history = runner.clock.history.copy()
 
     def run() -> None:
+        # Commits of a thread arrive in their order: a later one waits for all that an earlier one waits for. That it
+        # cannot be overtaken on its way to the mbarriers is an assumption.
+        for component, phase in work.ended.items():
+            history[component] = max(int(history[component]), phase)
         for target in targets:
             cta, offset = locate(runner, target)
             barrier = cta.mbarriers.get(offset)
@@ -304,7 +309,9 @@ def execute_commit(runner: Runner, instr: Instr) -> None:
             if last:
                 barrier.learn(work.component, last)
             barrier.hand(known)
-            barrier.arrive(None)
+            phase = barrier.arrive(None, history, engine=True)
+            if barrier.expected == 1 and barrier.phase > phase:
+                work.ended[barrier.component] = phase
         runner.run.profile.count("tcgen05.commit operations")
 
     submit(runner, instr.op.text, queue_of(runner), run)

@@ -260,11 +260,13 @@ class Issue:
     Attributes:
         order: what is ordered before its reads of shared memory.
         seen: what the warp knew.
+        history: what came before it, whatever memory order says.
     """
 
     member: Member
     order: Vector
     seen: Vector
+    history: Vector
 
 
 @dataclass(eq=False)
@@ -302,6 +304,7 @@ class Warpgroup:
         members: by warp.
         pending: operations that not all of them have issued.
         done: operations that are complete.
+        histories: by group that somebody may still wait for, what came before all four warps' parts of it.
     """
 
     def __init__(self, runners: "list[Runner]") -> None:
@@ -313,6 +316,7 @@ class Warpgroup:
         self.pending: deque[Operation] = deque()
         self.begun = 0
         self.done = 0
+        self.histories = {0: runners[0].clock.components.zeros()}
 
     def issue(self, member: Member, operation: Operation) -> Operation:
         """A warp issues its next operation: the warpgroup's own, the first time."""
@@ -328,7 +332,7 @@ class Warpgroup:
             )
             raise Abort
         clock = member.runner.clock
-        found.issues[member.number] = Issue(member, clock.async_order(), clock.knows.seen.copy())
+        found.issues[member.number] = Issue(member, clock.async_order(), clock.knows.seen.copy(), clock.history.copy())
         clock.tick()
         member.issued += 1
         member.where = found.index
@@ -340,6 +344,9 @@ class Warpgroup:
         while self.pending and len(self.pending[0].issues) == WARPS:
             operation = self.pending.popleft()
             self.begun += 1
+            before = self.histories[max(self.histories)]
+            issued = [issue.history for issue in operation.issues.values()]
+            self.histories[operation.group] = np.maximum.reduce([before, *issued])
             do = partial(self.runners[0].guarded, operation.index, partial(self.execute, operation))
             task = Task(f"wgmma number {operation.number} of {self.name}", do)
             run.tasks.submit(task, queue=("wgmma", self))
@@ -349,6 +356,16 @@ class Warpgroup:
         multiply(self, operation)
         self.done += 1
         self.runners[0].run.progress += 1
+
+    def waited(self, member: Member, last: int) -> None:
+        """A warp has waited for the groups up to that one."""
+        member.free(last)
+        clock = member.runner.clock
+        clock.knows.learn(self.component, last)
+        clock.follow(self.histories[max(group for group in self.histories if group <= last)])
+        oldest = max(group for group in self.histories if group <= min(one.waited for one in self.members.values()))
+        for group in [group for group in self.histories if group < oldest]:
+            del self.histories[group]
 
     def ended(self, member: Member) -> None:
         """A warp of it has ended: nothing may be left."""
@@ -549,12 +566,8 @@ def execute_wait(runner: "Runner", instr: Instr) -> Wait | None:
         return None
     needed = member.ends[last - 1]
 
-    def then() -> None:
-        member.free(last)
-        runner.clock.knows.learn(group.component, last)
-
     return Wait(
         f"waits for wgmma-group {last} of {group.name}, {needed} operations of which {group.done} are done",
         lambda: group.done >= needed,
-        then,
+        partial(group.waited, member, last),
     )

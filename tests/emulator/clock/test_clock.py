@@ -8,6 +8,7 @@ from ptx_kernels import text
 from emulator.clock import grid, picture, report, timeline
 from emulator.clock.chips import CHIPS, chip_of
 from emulator.clock.machine import ClockMachine, time_of
+from emulator.clock.replay import REASONS
 from emulator.clock.spins import INDEX, NOT_TAKEN, last_turns, spins_of
 from emulator.errors import HostError, Unsupported
 from emulator.host.launch import Launch, Parameter, Region
@@ -245,6 +246,15 @@ def test_the_report_names_time_and_waits():
     assert "fma.rn.f32" in shown
 
 
+def test_a_wait_at_a_barrier_is_no_wait_for_a_turn():
+    """All warps of a scheduler go on in the same cycle: each waits for its turn as long as others issue."""
+    late = f"mov.u32 %r0, %tid.x;\nsetp.ge.u32 %p0, %r0, 32;\n@%p0 bra ALL;\n{chain(200, dependent=True)}\nALL:\n"
+    stalls = clocked(f"{late}bar.sync 0;\nadd.u32 %r1, %r0, 1;", block=512).replayed.stalls.sum((0, 1))
+    barrier, turn = (int(stalls[REASONS.index(name)]) for name in ("a barrier of the CTA", "another warp's turn"))
+    assert barrier > 14 * 200 * CHIP["fma_latency"]
+    assert turn < barrier / 10
+
+
 def test_the_timeline_has_the_waits(tmp_path):
     import json
 
@@ -382,12 +392,12 @@ def test_clusters_are_chosen_all_over_the_grid():
 def test_idle_clusters_leave_their_share_to_the_others():
     layout = grid.Layout(clusters=74, groups=74, slots=1, members=2)
     # The last of seven shares has ten of 74 clusters.
-    assert grid.at_work(layout, [1000] * 6 + [0]) == 128
+    assert grid.at_work(layout, [1000] * 6 + [0], 148) == 128
     # Half of them have half as much to do as the others, and are at work for half of the time.
-    assert grid.at_work(layout, [1000, 500]) == 111
-    assert grid.at_work(layout, [700, 700, 700]) == 148
+    assert grid.at_work(layout, [1000, 500], 148) == 111
+    assert grid.at_work(layout, [700, 700, 700], 148) == 148
     # Where other clusters follow, none is idle for long.
-    assert grid.at_work(grid.Layout(clusters=148, groups=74, slots=1, members=2), [1000, 20]) == 148
+    assert grid.at_work(grid.Layout(clusters=148, groups=74, slots=1, members=2), [1000, 20], 148) == 148
 
 
 TURNS = """
@@ -424,3 +434,47 @@ def test_arithmetic_waits_less_in_an_assemblers_order():
     second = "\n".join(f"fma.rn.f32 %f{n + 101}, %f{n + 100}, %f0, %f0;" for n in range(32))
     time = clocked(f"{first}\nmov.f32 %f100, 0f3F800000;\n{second}")
     assert time.cycles < 1.2 * 32 * CHIP["fma_latency"]
+
+
+ARRIVE, WAIT = "barrier.cluster.arrive.relaxed.aligned;\n", "barrier.cluster.wait.aligned;\n"
+TWO_WARPS = """
+mov.u32 %r0, %tid.x;
+mov.u32 %r1, shared;
+setp.ge.u32 %p1, %r0, 32;
+setp.eq.u32 %p2, %r0, 0;
+@%p1 bra OTHER;
+{first}
+bra END;
+OTHER:
+{other}
+END:
+"""
+INIT = "@%p2 mbarrier.init.shared.b64 [%r1], 1;\nfence.mbarrier_init.release.cluster;\n"
+LOOK = """
+AGAIN:
+mbarrier.try_wait.parity.shared.b64 %p3, [%r1], 0;
+@!%p3 bra AGAIN;
+"""
+
+
+def test_a_warp_arrives_at_a_cluster_once_a_round():
+    """Two arrivals of a fast warp are no round: the slow warp has not initialised the mbarrier yet."""
+    first = f"{chain(100, dependent=True)}\n{INIT}{ARRIVE}{ARRIVE}{WAIT}{WAIT}{LOOK}"
+    arrival = "setp.eq.u32 %p4, %r0, 32;\n@%p4 mbarrier.arrive.shared.b64 _, [%r1];\n"
+    other = f"{ARRIVE}{ARRIVE}{WAIT}{WAIT}{arrival}"
+    cycles = clocked(TWO_WARPS.format(first=first, other=other), block=64).cycles
+    # The second round begins when the first one has ended.
+    slow = 100 * CHIP["fma_latency"] + 2 * CHIP["cluster_barrier"]
+    assert slow < cycles < slow + 100
+
+
+def test_a_wait_at_an_mbarrier_leaves_an_arrival_at_a_cluster_as_it_was():
+    """The third round is waited for although the mbarrier's first phase was, since the warp arrived."""
+    rounds = 2 * (ARRIVE + WAIT)
+    arrival = "@%p2 mbarrier.arrive.shared.b64 _, [%r1];\n"
+    first = f"{INIT}{rounds}{chain(50, dependent=True)}\nbra NEXT;\nNEXT:\n{arrival}{chain(250, dependent=True)}\n"
+    first += f"bra LAST;\nLAST:\n{ARRIVE}{WAIT}"
+    other = f"{rounds}{ARRIVE}{LOOK}{WAIT}{chain(200, dependent=True)}"
+    cycles = clocked(TWO_WARPS.format(first=first, other=other), block=64).cycles
+    slow = 500 * CHIP["fma_latency"] + 3 * CHIP["cluster_barrier"]
+    assert slow < cycles < slow + 150

@@ -6,8 +6,9 @@ import pytest
 from ptx_kernels import text
 
 from emulator.clock.chips import CHIPS
+from emulator.clock.grid import RESERVED, Footprint
 from emulator.clock.order import order_of
-from emulator.clock.registers import BASE, GRANULE, registers_of
+from emulator.clock.registers import GRANULE, registers_of
 from emulator.clock.tables import FREE, PLAIN, fences, table_of
 from emulator.machine.launch import load
 
@@ -29,12 +30,38 @@ def alive(count):
 @pytest.mark.parametrize("count", [10, 100])
 def test_registers_are_those_that_are_alive_at_once(count):
     # The address is needed to the end.
-    assert registers_of(program(alive(count))) == -(-(count + 1 + BASE) // GRANULE) * GRANULE
+    assert registers_of(program(alive(count))) == -(-(count + 1) // GRANULE) * GRANULE
 
 
 def test_a_kernel_that_asks_for_two_ctas_gets_registers_for_two():
     assert registers_of(program(alive(200), ".reqntid 256, 1, 1\n.minnctapersm 2")) == 128
     assert registers_of(program(alive(200), ".maxnreg 64")) == 64
+
+
+@pytest.mark.parametrize(
+    ("warps", "ctas", "registers"),
+    # As ptxas 13.0 has them. Of 42 warps one of four partitions has 11, of 50 warps 13.
+    [(7, 6, 40), (2, 21, 40), (2, 25, 32), (9, 2, 96), (14, 3, 40), (15, 2, 64), (5, 5, 72), (8, 8, 32)],
+)
+def test_registers_are_those_of_the_partition_with_most_warps(warps, ctas, registers):
+    asked = f".reqntid {32 * warps}, 1, 1\n.minnctapersm {ctas}"
+    assert registers_of(program(alive(200), asked)) == registers
+    cta = Footprint(warps, RESERVED, 32 * registers)
+    assert cta.fits() >= ctas
+    # With a unit more there is no room for all.
+    assert cta._replace(registers=32 * (registers + GRANULE)).fits() < ctas
+
+
+def test_ctas_find_room_in_partitions_beside_others():
+    cta = Footprint(7, RESERVED, 32 * 48)
+    # 16 Ki registers of a partition are 10 warps of 48: 40 warps, which are 5 CTAs. Threads would allow 9.
+    assert cta.fits() == 5
+    other = Footprint(5, RESERVED, 32 * 40)
+    # Of 10 warps of others a partition has 3 at most: 12544 registers are left, 8 warps of 48.
+    assert cta.fits({other: 2}) == 4
+    assert cta.fits({other: 13}) == 0
+    # Of all kinds together.
+    assert cta.fits({other: 2, cta: 3}) == 1
 
 
 LOOP = """
@@ -85,6 +112,28 @@ def test_an_assembler_fills_the_cycles_of_a_busy_unit():
     names = [found.instrs[index].op.name for index in order]
     places = [place for place, name in enumerate(names) if name == "ex2"]
     assert np.diff(places).tolist() == [8, 8, 8]
+
+
+def test_an_assembler_puts_loads_in_front_of_what_needs_them():
+    """Also where an address has to be computed between two loads: ptxas adds it within the load."""
+    loads = [f"add.u64 %rd1, %rd1, 512;\nld.global.f32 %f{n}, [%rd1];" for n in range(1, 9)]
+    uses = [f"max.f32 %f{n + 10}, %f{n}, %f{n};" for n in range(1, 9)]
+    found = program("\n".join(["ld.param.u64 %rd1, [p0];", *loads, *uses]))
+    names = [found.instrs[index].op.name for index in order_of(found, CHIP).order]
+    last_load = max(place for place, name in enumerate(names) if name == "ld" and place > 1)
+    assert names.index("max") > last_load
+
+
+def test_moves_that_an_assembler_makes_none_of_hide_no_load():
+    """CuTe DSL moves each word that inline PTX loads. More than one instruction may pass stand in front of a load."""
+    loads = []
+    for n in range(12):
+        loads.append(f"ld.global.v4.f32 {{%f{4 * n}, %f{4 * n + 1}, %f{4 * n + 2}, %f{4 * n + 3}}}, [%rd1+{512 * n}];")
+        loads += [f"mov.b32 %r{4 * n + word}, %f{4 * n + word};" for word in range(4)]
+    uses = [f"max.s32 %r{n}, %r{n}, %r{n};" for n in range(48)]
+    found = program("\n".join(["ld.param.u64 %rd1, [p0];", *loads, *uses]))
+    names = [found.instrs[index].op.name for index in order_of(found, CHIP).order]
+    assert max(place for place, name in enumerate(names) if name == "ld") < min(names.index("mov"), names.index("max"))
 
 
 @pytest.mark.parametrize(

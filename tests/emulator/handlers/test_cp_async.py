@@ -167,7 +167,7 @@ def test_mbarriers(schedule: str, count: int, arrive: str, found: tuple[Kind, ..
     machine, first, second = go(INIT.format(count) + COPY + arrive + WAIT + OTHER + OUT, schedule)
     if found:
         assert set(kinds(machine)) & set(found)
-        assert set(kinds(machine)) <= {*found, Kind.BARRIER, Kind.UNFINISHED}
+        assert set(kinds(machine)) <= {*found, Kind.BARRIER, Kind.PHASE, Kind.UNFINISHED}
     else:
         assert not errors(machine)
         assert (second[:256].reshape(2, 128) == first[:256].reshape(2, 128)[::-1]).all()

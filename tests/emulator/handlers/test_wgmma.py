@@ -359,3 +359,33 @@ def test_accumulators_never_written(schedule: str) -> None:
     body = without().replace("%p1, 1, 1, 0, 0", "%p2, 1, 1, 0, 0")
     machine, _ = launch(body, schedule=schedule)
     assert found(machine) == {Kind.UNINITIALISED}
+
+
+# All four warps wait for a phase; then thread 0 completes the next one, too.
+ONE_FOR_FOUR = """
+mov.u32 %r210, shared;
+mov.u32 %r211, %tid.x;
+setp.eq.u32 %p5, %r211, 0;
+@%p5 mbarrier.init.shared.b64 [%r210+32768], 1;
+@%p5 mbarrier.init.shared.b64 [%r210+32776], 1;
+fence.proxy.async.shared::cta;
+bar.sync 0;
+@%p5 mbarrier.arrive.shared.b64 _, [%r210+32768];
+FULL:
+mbarrier.try_wait.parity.shared.b64 %p8, [%r210+32768], 0;
+@!%p8 bra FULL;
+{products}
+// Others have their turn.
+PAUSE:
+mbarrier.test_wait.parity.shared.b64 %p8, [%r210+32776], 1;
+@!%p8 bra PAUSE;
+@%p5 mbarrier.arrive.shared.b64 _, [%r210+32768];
+"""
+
+
+@pytest.mark.parametrize("waits", [[0], [1, 0], []])
+def test_who_has_waited_for_a_product_knows_that_all_four_warps_issued_it(waits: list[int]) -> None:
+    """So one thread may complete the phase after one that all of its warpgroup wait for; not without a product."""
+    lines = [descriptors(), FENCE, products(), COMMIT, *(f"{WAIT} {pending};" for pending in waits)]
+    machine, _ = launch(ONE_FOR_FOUR.format(products="\n".join(lines) if waits else ""), schedule="eager")
+    assert found(machine) == (set() if waits else {Kind.PHASE})

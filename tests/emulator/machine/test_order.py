@@ -31,7 +31,7 @@ class World:
 
     def hand_over(self, giver: Clock, taker: Clock) -> None:
         """A phase of the barrier from giver to taker."""
-        phase = self.barrier.arrive(giver)
+        phase = self.barrier.arrive(giver, giver.history)
         assert self.barrier.is_complete((phase - 1) & 1)
         taker.acquire(self.barrier.released)
 
@@ -71,15 +71,15 @@ def test_every_one_of_several_readers_counts() -> None:
     world = World(arrivals=2)
     world.read(world.a)
     world.read(world.b)
-    world.barrier.arrive(world.a)
+    world.barrier.arrive(world.a, world.a.history)
     third = Clock(world.components, world.components.new(Source.WARP, "c"))
     assert not world.barrier.is_complete(0)
     third.acquire(world.barrier.released)
     assert world.write(third) is not None
     world.read(world.a)
     world.read(world.b)
-    world.barrier.arrive(world.a)
-    world.barrier.arrive(world.b)
+    world.barrier.arrive(world.a, world.a.history)
+    world.barrier.arrive(world.b, world.b.history)
     third.acquire(world.barrier.released)
     assert world.write(third) is not None, "a read again after its first arrival, in the phase that is not complete"
 
@@ -114,12 +114,12 @@ def test_a_fence_before_the_write_does_not_count() -> None:
 def test_asynchronous_writes_are_known_by_their_barrier() -> None:
     world = World()
     world.barrier.expect(16)
-    world.barrier.arrive(world.a)
+    world.barrier.arrive(world.a, world.a.history)
     stamp = (world.barrier.component, world.barrier.phase)
     world.memory.write(WORDS, stamp, world.a.async_order(), where=1, read_order=world.a.knows.seen)
     world.b.acquire(world.barrier.released)
     assert world.read(world.b) is not None, "the bytes are not complete"
-    world.barrier.complete_bytes(16)
+    world.barrier.complete_bytes(16, world.a.history)
     world.b.acquire(world.barrier.released)
     world.memory.write(WORDS, stamp, world.b.knows.seen, where=1)
     assert world.read(world.b) is None
@@ -158,10 +158,10 @@ def test_mbarrier_phases() -> None:
     assert not barrier.is_complete(0)
     assert barrier.is_complete(1), "the phase before the first counts as complete"
     barrier.expect(32)
-    barrier.arrive(world.a)
-    barrier.arrive(world.b)
+    barrier.arrive(world.a, world.a.history)
+    barrier.arrive(world.b, world.b.history)
     assert not barrier.is_complete(0), "bytes are outstanding"
-    barrier.complete_bytes(32)
+    barrier.complete_bytes(32, world.a.history)
     assert barrier.is_complete(0)
     assert not barrier.is_complete(1)
     assert barrier.is_idle
@@ -169,17 +169,17 @@ def test_mbarrier_phases() -> None:
 
 def test_bytes_may_complete_before_they_are_expected() -> None:
     world = World()
-    world.barrier.complete_bytes(8)
+    world.barrier.complete_bytes(8, world.a.history)
     assert world.barrier.bytes == -8
     world.barrier.expect(8)
-    world.barrier.arrive(world.a)
+    world.barrier.arrive(world.a, world.a.history)
     assert world.barrier.is_complete(0)
 
 
 def test_barriers_refuse() -> None:
     world = World()
     with pytest.raises(BarrierMisuse, match="2 more arrivals"):
-        world.barrier.arrive(world.a, 2)
+        world.barrier.arrive(world.a, world.a.history, 2)
     with pytest.raises(BarrierMisuse, match="initialised for 0 arrivals"):
         MBarrier("empty", world.components, 0)
     named = NamedBarrier("barrier 1", world.components)

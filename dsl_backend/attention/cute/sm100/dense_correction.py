@@ -4,11 +4,19 @@
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute import nvfp4_out
 from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.split_kv import num_splits_of, split_of
-from dsl_backend.attention.cute.scheduler.work_tile import NOT_SPLIT, WorkTile, WorkTilePipeline, lse_rows, q_head_of
+from dsl_backend.attention.cute.scheduler.work_tile import (
+    NOT_SPLIT,
+    WorkTile,
+    WorkTilePipeline,
+    lse_rows,
+    q_head_of,
+    v_split_of,
+)
 from dsl_backend.attention.cute.score_mod import ScoreModArgs, out_factor_of
 from dsl_backend.attention.cute.sizes import WARPGROUP, partial_size
 from dsl_backend.attention.cute.sm100.dense_barriers import AnyBarriers
@@ -23,7 +31,7 @@ from dsl_backend.attention.cute.tiles import VECTOR, TiledKernel, row_offset, st
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.accumulators import round_to
 from dsl_backend.primitives.copy import clear_rows, exchange_vectors, store_vector
-from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, mul_pair
+from dsl_backend.primitives.math import exp2, finite_or_zero, fma_pair, in_pairs, mul_pair
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 BARRIER_ID = 1  # named barrier of the warpgroup
@@ -252,7 +260,8 @@ class CorrectionWarps:
     @cute.jit
     def store_tile_from_smem(self, work: WorkTile, q_stage: cutlass.Int32):
         self.sync_warpgroup()
-        if work.partial_idx == NOT_SPLIT:
+        # NVFP4 outputs are stored from registers.
+        if work.partial_idx == NOT_SPLIT and cutlass.const_expr(not self.key.nvfp4_out):
             sO = self.sO[None, None, q_stage]
             store_rows(sO, self.out, work, self.key, 0, self.kernel.tile_m, self.thread, WARPGROUP)
         # TMA writes the next Q by the async proxy.
@@ -446,7 +455,9 @@ class CorrectionWarps:
             mLSE = self.lse
             if row < lse_rows(self.key, work):
                 mLSE[work.q_offset + row // self.key.pack_gqa, head] = row_lse
-        if cutlass.const_expr(self.config.direct_output and self.key.fp8_out):
+        if cutlass.const_expr(self.key.nvfp4_out):
+            self.store_normalized_nvfp4(work, row, out_scale, o_scales)
+        elif cutlass.const_expr(self.config.direct_output and self.key.out_format is not None):
             self.store_normalized_e4m3(work, row, out_scale, o_scales)
         elif cutlass.const_expr(self.config.direct_output):
             self.store_normalized_directly(work, row, out_scale, o_scales)
@@ -480,6 +491,29 @@ class CorrectionWarps:
             column, rO = group * O_COLUMNS, self.rounded(work, group, out_scale, o_scales)
             if row < work.num_rows and column < self.key.columns:
                 store_vector(rO[None, 0], self.out.iterator, offset + column)
+
+    @cute.jit
+    def store_normalized_nvfp4(
+        self, work: WorkTile, row: cutlass.Int32, out_scale: cutlass.Float32, o_scales: cutlass.Constexpr
+    ):
+        """Store a row of an output in NVFP4, two blocks at a time."""
+        token, head = work.q_offset + row // self.key.pack_gqa, q_head_of(self.key, work.head_block, row)
+        first = v_split_of(self.key, work.head_block) * self.key.columns
+        for pair in cutlass.range(self.key.columns // nvfp4_out.PAIR, unroll=1):
+            column, blocks = pair * nvfp4_out.PAIR, []
+            for offset in cutlass.range_constexpr(0, nvfp4_out.PAIR, O_COLUMNS):
+                acc_O = self.load_o_sum(work, column + offset, o_scales)
+                blocks.append(in_pairs(mul_pair, [acc_O[j] for j in range(O_COLUMNS)], [out_scale] * O_COLUMNS))
+            nvfp4_out.store_pair(
+                blocks,
+                self.key,
+                self.out,
+                self.scoring.out_block_scale,
+                token,
+                head,
+                first + column,
+                row < work.num_rows,
+            )
 
     @cute.jit
     def rounded(self, work: WorkTile, group: cutlass.Int32, out_scale: cutlass.Float32, o_scales: cutlass.Constexpr):

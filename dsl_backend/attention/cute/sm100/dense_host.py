@@ -77,8 +77,9 @@ class QuantizedTensors(DenseKernel):
             return super().tensors(operands)
         keys, k_scales = nvfp4_rows("keys", operands.keys)
         values, v_scales = nvfp4_rows("values", operands.values)
-        self.alignment.check(("q", "keys", "values", "out"), (operands.q, keys, values, operands.out))
-        return Nvfp4Tensors(operands.q, keys, values, k_scales, v_scales)
+        (q,) = self.queries(operands.q)
+        self.alignment.check(("q", "keys", "values", "out"), (q, keys, values, operands.out))
+        return Nvfp4Tensors(q, keys, values, k_scales, v_scales)
 
 
 class SplitKV(QuantizedTensors):
@@ -113,15 +114,6 @@ class Prefill(QuantizedTensors):
         return row_tiles * self.head_blocks
 
 
-class Fp8Prefill(DenseKernel):
-    """Attention of long queries with e4m3 products; see fp8_kernel.py."""
-
-    build = staticmethod(build)
-    key_type = Fp8Key
-    default = staticmethod(default_fp8_config)
-    variants = staticmethod(SM100_FP8_PREFILL)
-
-
 class Fp8SplitKV(ManyRows):
     """Short queries of many rows with e4m3 products."""
 
@@ -129,6 +121,17 @@ class Fp8SplitKV(ManyRows):
     key_type = Fp8Key
     default = staticmethod(default_fp8_config)
     variants = staticmethod(SM100_FP8_DECODE)
+
+
+class Fp8Prefill(DenseKernel):
+    """Attention of long queries with e4m3 products; see fp8_kernel.py."""
+
+    build = staticmethod(build)
+    key_type = Fp8Key
+    default = staticmethod(default_fp8_config)
+    variants = staticmethod(SM100_FP8_PREFILL)
+    extend_type = Fp8SplitKV
+    takes_short_queries = False
 
 
 class WidenedOrFp8SplitKV(FewOrManyRows, SplitKV):

@@ -15,7 +15,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Nvfp4Loads, Nvfp4Tensors, Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
+from dsl_backend.attention.cute.combine import (
+    SplitKVCombine,
+    cta_fold_workspace,
+    wait_for_previous,
+    with_fold_workspace,
+)
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileScheduler
@@ -51,7 +56,6 @@ from dsl_backend.attention.cute.sm100.shared_s import (
 )
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.errors import InvalidInput
-from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -118,10 +122,11 @@ class DenseForward(TiledKernel):
             block=(self.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.dims_v)
+            combine = SplitKVCombine(key, self.dims_v, early_dependents=not key.tiles_per_split)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
@@ -157,9 +162,6 @@ class DenseForward(TiledKernel):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        if cutlass.const_expr(self.key.split):
-            # The combine kernel can start beside this one. It waits for this one's results.
-            dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, sO = self.allocate_q(allocator)
         if cutlass.const_expr(config.shared_kv_stages):
@@ -184,6 +186,7 @@ class DenseForward(TiledKernel):
             cute.arch.mbarrier_init_fence()
         self.clear_unused_q_rows(sQ)
         tmem_ptr = self.allocate_tmem(warp, tmem_holding_buf)
+        wait_for_previous(self.key.split)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < config.softmax_warpgroups * WARPS_PER_WARPGROUP:

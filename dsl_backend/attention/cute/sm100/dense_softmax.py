@@ -32,6 +32,7 @@ from dsl_backend.primitives.math import (
 
 # Columns of sStats, a row's statistics: acc_scale for each key tile; at the end of a work tile row_sum and row_max.
 ACC_SCALE, ROW_SUM, ROW_MAX = 0, 0, 1
+FIRST_BARRIER_ID = 2  # named barriers of the warpgroups; the correction warps have the one before
 ROW_SUMS = 4  # partial sums of P side by side
 NARROW = 64  # columns of V up to which P does not wait for O to be rescaled: its MMAs are short
 
@@ -100,6 +101,8 @@ class SoftmaxWarps:
         cute.arch.mbarrier_wait(self.barriers.stats_empty + self.s_stage, (count & 1) ^ 1)
         num_tiles = self.own_tiles(work.n_block_max - work.n_block_min)
         if cutlass.const_expr(self.skip_idle_warps):
+            # Or the others could end this work tile too: an idle warp that still waits would never see the phase.
+            self.sync_warpgroup()
             arrive_count = arrive_count_of(work, self.thread)
             self.arrive_count.fill(arrive_count)
             if arrive_count > 0:
@@ -107,6 +110,9 @@ class SoftmaxWarps:
         else:
             self.softmax_work_tile(work, s_idx, num_tiles)
         return s_idx + num_tiles
+
+    def sync_warpgroup(self) -> None:
+        cute.arch.barrier(barrier_id=FIRST_BARRIER_ID + self.s_stage, number_of_threads=WARPGROUP)
 
     def begin_q(self, count: cutlass.Int32) -> None:
         """Begin a work tile, after `count` others. Queries of 16 bits have no scales."""

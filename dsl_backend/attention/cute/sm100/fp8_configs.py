@@ -118,19 +118,23 @@ def default_fp8_config(spec: AttentionSpec) -> Fp8DenseConfig:
     widest = max(spec.head_dim, spec.head_dim_v)
     if widest <= 64:
         return Fp8DenseConfig(stages=6, late_p_keys=32, ex2_emulation=2)
-    # With emulated exponentials 32 bytes spill.
-    return Fp8DenseConfig(stages=4 if widest <= 128 else 2, late_p_keys=32, ex2_emulation=0)
+    # With emulated exponentials 32 bytes spill, unless Q arrives in e4m3.
+    ex2_emulation = 2 if widest <= 128 and spec.is_fp8_q else 0
+    return Fp8DenseConfig(stages=4 if widest <= 128 else 2, late_p_keys=32, ex2_emulation=ex2_emulation)
 
 
 def many_rows_config(spec: AttentionSpec) -> Fp8DenseConfig | None:
-    """For short queries whose rows are many, with keys split; None for a layer that has no such queries.
+    """For short queries whose rows are many, with keys split; None for a layer that has no such queries."""
+    return packed_config(spec) if has_many_rows(spec.group) else None
+
+
+def packed_config(spec: AttentionSpec) -> Fp8DenseConfig:
+    """For packed heads, with keys split.
 
     Tiles of 128 rows, whose keys both S stages share. Memory bounds them: no exponential is emulated, and stages of K
     and V take what Q leaves of shared memory. Not measured on a GPU. Tiles of 128 keys spill 32 bytes with heads of
     128; with heads of 192, those of 96 spill 16 and those of 64 spill 8 (ptxas 13.0).
     """
-    if not has_many_rows(spec.group):
-        return None
     widest = max(spec.head_dim, spec.head_dim_v)
     tile_n, stages = (128, 8) if widest <= 64 else (96, 7) if widest <= 128 else (64, 8)
     return Fp8DenseConfig(alternate=True, tile_n=tile_n, stages=stages, ex2_emulation=0)

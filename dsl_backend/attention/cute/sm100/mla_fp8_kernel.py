@@ -11,10 +11,11 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTensors, Outputs, TiledMmas
-from dsl_backend.attention.cute.fp8_queries import MlaQueries
+from dsl_backend.attention.cute.combine import wait_for_previous
+from dsl_backend.attention.cute.fp8_queries import mla_queries
 from dsl_backend.attention.cute.fp8_smem import fp8_atom, fp8_tensors
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
-from dsl_backend.attention.cute.mla import MlaKey
+from dsl_backend.attention.cute.mla import Fp8MlaKey
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
@@ -29,13 +30,12 @@ from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.mla_load import PagesAheadMlaKeyLoadWarp
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
-from dsl_backend.primitives import dependent_launch
 
 
 class Fp8MlaForward(MlaForward):
     """As MlaForward; the cache is e4m3."""
 
-    def __init__(self, key: MlaKey):
+    def __init__(self, key: Fp8MlaKey):
         super().__init__(key)
         self.mma_dtype = cutlass.Float8E4M3FN
         self.chunk = fp8_chunk(key.head_dim)
@@ -60,9 +60,6 @@ class Fp8MlaForward(MlaForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        if cutlass.const_expr(self.key.split):
-            # The combine kernel may be launched beside this one: it waits for this one's end.
-            dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ_bytes, sQ = fp8_tensors(allocator, ROWS, self.dims, 1)
         sK_bytes, sK = fp8_tensors(allocator, self.tile_n, self.dims, config.stages)
@@ -89,6 +86,7 @@ class Fp8MlaForward(MlaForward):
         if cutlass.const_expr(config.cluster > 1):
             # Peers' TMA and MMAs signal mbarriers of this CTA, which must be initialised.
             self.cluster_sync()
+        wait_for_previous(self.key.split)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < SOFTMAX_WARPS:
@@ -104,7 +102,7 @@ class Fp8MlaForward(MlaForward):
         if warp == SCHEDULER_WARP:
             self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         if warp >= QUERY_WARP:
-            queries = MlaQueries(self, loads, cute.arch.thread_idx()[0] % WARPGROUP, WARPGROUP)
+            queries = mla_queries(self, loads, cute.arch.thread_idx()[0] % WARPGROUP, WARPGROUP)
             QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
         # Peers access this CTA's shared memory until here.
         self.cluster_sync()

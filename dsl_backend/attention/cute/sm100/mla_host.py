@@ -3,7 +3,7 @@
 
 from dsl_backend.attention.cute.fake_args import fake_args, fake_mla_tensors
 from dsl_backend.attention.cute.host import MlaKernel
-from dsl_backend.attention.cute.mla import MlaKey
+from dsl_backend.attention.cute.mla import Fp8MlaKey, MlaKey
 from dsl_backend.attention.cute.sm100.mla_configs import TwoCtaMlaConfig, default_mla_config
 from dsl_backend.attention.cute.sm100.mla_fp8_configs import default_fp8_mla_config
 from dsl_backend.attention.cute.sm100.mla_fp8_kernel import Fp8MlaForward
@@ -32,7 +32,7 @@ class MlaSplitKV(Mla):
     split = True
 
 
-def build_fp8(key: MlaKey, target: Target) -> Function:
+def build_fp8(key: Fp8MlaKey, target: Target) -> Function:
     """The compiled function of the kernel with e4m3 products; it takes the same."""
     return compile_kernel(Fp8MlaForward(key), fake_args(key, fake_mla_tensors(key)), key=key, target=target)
 
@@ -41,6 +41,7 @@ class Fp8Mla(MlaKernel):
     """Absorbed MLA with e4m3 products, row tile by row tile; see mla_fp8_kernel.py."""
 
     build = staticmethod(build_fp8)
+    key_type = Fp8MlaKey
     default = staticmethod(default_fp8_mla_config)
 
 

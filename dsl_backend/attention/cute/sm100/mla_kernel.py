@@ -13,7 +13,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import MlaLoads, MlaTensors, Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
+from dsl_backend.attention.cute.combine import (
+    SplitKVCombine,
+    cta_fold_workspace,
+    wait_for_previous,
+    with_fold_workspace,
+)
 from dsl_backend.attention.cute.dequant import MlaDequantWarps, tma_barriers
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla import MlaKey, TiledMla
@@ -34,7 +39,6 @@ from dsl_backend.attention.cute.sm100.mla_configs import (
 from dsl_backend.attention.cute.sm100.mla_load import PagesAhead
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.attention.cute.sm100.mla_softmax import MlaSoftmaxWarps
-from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -68,10 +72,12 @@ class MlaForward(TiledMla):
             block=(config.threads, 1, 1),
             cluster=(config.cluster, 1, 1),
             stream=stream,
+            use_pdl=True,
             min_blocks_per_mp=1,
         )
         if cutlass.const_expr(key.split):
-            combine = SplitKVCombine(key, self.dims_v, whole_rows=True)
+            early = not key.tiles_per_split
+            combine = SplitKVCombine(key, self.dims_v, early_dependents=early, whole_rows=True)
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 
     def tiled_mmas(self) -> TiledMmas:
@@ -97,9 +103,6 @@ class MlaForward(TiledMla):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        if cutlass.const_expr(self.key.split):
-            # The combine kernel may be launched beside this one: it waits for this one's end.
-            dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -130,6 +133,7 @@ class MlaForward(TiledMla):
         if cutlass.const_expr(config.cluster > 1):
             # Peers' TMA and MMAs signal mbarriers of this CTA, which must be initialised.
             self.cluster_sync()
+        wait_for_previous(self.key.split)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < SOFTMAX_WARPS:

@@ -144,17 +144,21 @@ class SharedSCorrectionWarps(CorrectionWarps):
 
     @cute.jit
     def first_ps(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
-        self.clear_v_before_window(work, kv_idx, 0)
         for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
             self.wait_acc_scale(s_stage, kv_idx)
+            if cutlass.const_expr(s_stage == 0):
+                self.clear_v_before_window(work, kv_idx, 0)
             self.arrive_p_full(s_stage)
 
     @cute.jit
     def rescale_all(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
         for tile in cutlass.range(kv_idx + 1, kv_idx + work.n_block_max - work.n_block_min, unroll=1):
-            self.clear_v_before_window(work, kv_idx, tile - kv_idx)
             for s_stage in cutlass.range_constexpr(self.kernel.s_stages):
                 self.wait_acc_scale(s_stage, tile)
+                # Statistics come after P V of two tiles before, so that V's stage has its values of then. Ahead of that
+                # a wait for V may end at once, for the stage's phase before those.
+                if cutlass.const_expr(s_stage == 0):
+                    self.clear_v_before_window(work, kv_idx, tile - kv_idx)
                 acc_scale = self.sStats[self.thread, ACC_SCALE, stats_stage_of(s_stage, tile)]
                 if cute.arch.vote_all_sync(acc_scale == 1.0):
                     pass

@@ -15,6 +15,7 @@ from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.utils import blackwell_helpers
 
 from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
+from dsl_backend.attention.cute.combine import wait_for_previous
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
@@ -32,7 +33,6 @@ from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp, SeparateKVStages, allocate_swizzled
 from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwapABSoftmaxWarps
 from dsl_backend.attention.cute.tiles import TiledKernel
-from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
@@ -67,8 +67,6 @@ class SwapABForward(DenseForward):
         scoring: ScoreModArgs,
     ):
         config, s_stages = self.config, self.s_stages
-        # The combine kernel can start beside this one. It waits for this one's results.
-        dependent_launch.launch_dependents()
         allocator = cutlass.utils.SmemAllocator()
         sQ, _ = self.allocate_q(allocator)
         kv_stages = SeparateKVStages(self, allocator, self.tile_n, self.dims_v)
@@ -89,6 +87,7 @@ class SwapABForward(DenseForward):
             cute.arch.mbarrier_init_fence()
         self.clear_unused_q_rows(sQ)
         tmem_ptr = self.allocate_tmem(warp, tmem_holding_buf)
+        wait_for_previous(True)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < s_stages * WARPS_PER_WARPGROUP:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute import nvfp4_out
 from dsl_backend.attention.cute.args import Outputs
 from dsl_backend.attention.cute.mask import Mask
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -387,11 +388,24 @@ class SwapABSoftmaxWarps(SoftmaxWarps):
     def store_element(self, work: WorkTile, row: cutlass.Int32, value: cutlass.Float32):
         """Store this thread's column of a query row: an output, or float32 O of a partial result."""
         out, column = self.out, self.column
+        if cutlass.const_expr(self.key.nvfp4_out):
+            # By all lanes: a block's columns are those of sixteen neighbours.
+            if work.partial_idx == NOT_SPLIT:
+                nvfp4_out.store_by_lanes(
+                    [value],
+                    self.key,
+                    out,
+                    self.scoring.out_block_scale,
+                    work.q_offset + row // self.key.pack_gqa,
+                    q_head_of(self.key, work.head_block, row),
+                    column,
+                    row < work.num_rows and self.has_column and column < self.key.head_dim_v,
+                )
         if row < work.num_rows and self.has_column:
             if work.partial_idx != NOT_SPLIT:
                 target = self.partial_ptr(work) + row * self.kernel.dims_v + column
                 cute.make_tensor(target, cute.make_layout(1))[0] = value
-            elif column < self.key.head_dim_v:
+            elif cutlass.const_expr(not self.key.nvfp4_out) and column < self.key.head_dim_v:
                 head = q_head_of(self.key, work.head_block, row)
                 rounded = cute.make_rmem_tensor(1, out.element_type)
                 round_to([value], rounded)

@@ -11,6 +11,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from dsl_backend.attention.cute.args import DenseLoads, Outputs, TiledMmas
+from dsl_backend.attention.cute.combine import wait_for_previous
 from dsl_backend.attention.cute.loader.dense import box_rows
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -93,6 +94,7 @@ class TwoCtaForward(DenseForward):
         tmem_ptr = self.allocate_tmem(warp, tmem_holding_buf)
         # The peer's copies, MMAs and arrivals need the mbarriers.
         self.cluster_sync()
+        wait_for_previous(False)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < WARPS_PER_WARPGROUP:

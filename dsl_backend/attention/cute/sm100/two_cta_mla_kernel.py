@@ -11,7 +11,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 
 from dsl_backend.attention.cute.args import MlaLoads, Outputs, TiledMmas
-from dsl_backend.attention.cute.combine import cta_fold_workspace
+from dsl_backend.attention.cute.combine import cta_fold_workspace, wait_for_previous
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -25,7 +25,6 @@ from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.two_cta_mla_load import TwoCtaMlaLoadWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_mma import TwoCtaMlaMmaWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_softmax import TwoCtaMlaSoftmaxWarps
-from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import clear_rows
 
 
@@ -67,9 +66,6 @@ class TwoCtaMlaForward(MlaForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        if cutlass.const_expr(self.key.split):
-            # The combine kernel may be launched beside this one: it waits for this one's end.
-            dependent_launch.launch_dependents()
         sQ_layout, sK_layout, sP_layout = self.layouts()
         sV_layout = cute.tile_to_shape(
             self.atom(self.chunk), (self.tile_n, self.dims_v // CTA_PAIR, config.stages), order=(0, 1, 2)
@@ -104,6 +100,7 @@ class TwoCtaMlaForward(MlaForward):
         cute.arch.sync_threads()
         tmem_base = cute.arch.retrieve_tmem_ptr(cutlass.Float32, 16, tmem_address)
         self.cluster_sync()
+        wait_for_previous(self.key.split)
 
         work_pipeline = WorkTilePipeline(sWork, barriers.work_full, barriers.work_empty)
         if warp < SOFTMAX_WARPS:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dsl_backend.attention.cute.fixed_splits import against_early_dependents
 from dsl_backend.attention.cute.sizes import (
     MBARRIER_BYTES,
     WARPGROUP,
@@ -115,8 +116,7 @@ class DenseConfig:
                 f"{self.groups} warpgroups, {self.ctas_per_sm} CTAs per SM: with fp8 keys one of "
                 f"{sorted(DEQUANT_REGISTERS)} is possible"
             )
-        if spec.batch_invariant and self.early_dependents:
-            reasons.append("early_dependents: the combine kernel of a batch-invariant layer lets no kernel start early")
+        reasons += against_early_dependents(self.early_dependents, spec)
         if self.fold_few_rows and (self.fold_in_smem or not spec.batch_invariant):
             reasons.append("fold_few_rows: possible for a batch-invariant layer, without fold_in_smem")
         if spec.is_fp8_kv != (self.dequant_stages > 0) or self.dequant_stages == 1:

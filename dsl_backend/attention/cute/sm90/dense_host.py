@@ -49,15 +49,6 @@ class Prefill(Dense):
     extend_type = SplitKV
 
 
-class Fp8Prefill(DenseKernel):
-    """Attention of long queries with e4m3 products. The longest, of FP8_LONG_QUERY tokens or more, have another one."""
-
-    build = staticmethod(build)
-    key_type = Fp8Key
-    default = staticmethod(default_fp8_config)
-    variants = staticmethod(SM90_FP8_PREFILL)
-
-
 class Fp8SplitKV(ManyRows):
     """Short queries of many rows with e4m3 products."""
 
@@ -65,6 +56,17 @@ class Fp8SplitKV(ManyRows):
     key_type = Fp8Key
     default = staticmethod(default_fp8_config)
     variants = staticmethod(SM90_FP8_DECODE)
+
+
+class Fp8Prefill(DenseKernel):
+    """Attention of long queries with e4m3 products. The longest, of FP8_LONG_QUERY tokens or more, have another one."""
+
+    build = staticmethod(build)
+    key_type = Fp8Key
+    default = staticmethod(default_fp8_config)
+    variants = staticmethod(SM90_FP8_PREFILL)
+    extend_type = Fp8SplitKV
+    takes_short_queries = False
 
 
 class WidenedOrFp8SplitKV(FewOrManyRows, SplitKV):

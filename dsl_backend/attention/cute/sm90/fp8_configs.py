@@ -175,13 +175,16 @@ def long_query_fp8_config(spec: AttentionSpec) -> Fp8Config | None:
 
 
 def many_rows_config(spec: AttentionSpec) -> Fp8Config | None:
-    """For short queries whose rows are many, with keys split; None for a layer that has no such queries.
+    """For short queries whose rows are many, with keys split; None for a layer that has no such queries."""
+    return packed_config(spec) if has_many_rows(spec.group) else None
+
+
+def packed_config(spec: AttentionSpec) -> Fp8Config:
+    """For packed heads, with keys split.
 
     The tiles of prefill: 128 rows, which are the heads of a group times the tokens. With heads of 64, prefill's spill 8
-    bytes beside a window, softcap and sinks (ptxas 13.0). Not measured on a GPU.
+    bytes beside a window, softcap and sinks (ptxas 13.0). Other tiles were not measured.
     """
-    if not has_many_rows(spec.group):
-        return None
     return in_turn(2, 128, stages=4) if max(spec.head_dim, spec.head_dim_v) <= 64 else default_fp8_config(spec)
 
 

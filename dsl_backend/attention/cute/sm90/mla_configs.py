@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dsl_backend.attention.cute.fixed_splits import against_early_dependents
 from dsl_backend.attention.cute.mla_configs import ROWS, MlaTileConfig, row_tiles
 from dsl_backend.attention.cute.sizes import MBARRIER_BYTES, WARPGROUP, WORK_TILE_SMEM_BYTES, packed_gqa_heads
 from dsl_backend.attention.spec import AttentionSpec
@@ -28,6 +29,7 @@ class MlaConfig(MlaTileConfig):
             during its softmax. Otherwise after it, and the first tile's stage is empty sooner.
         speculative_max: as in `DenseConfig`.
         combine_many_rows, combine_by_tasks: as `many_rows` and `by_tasks` of SplitKVCombine.
+        early_dependents: as in `DenseConfig`. No default has it: it was not timed.
         fold_in_smem: a CTA folds the splits of a batch-invariant layer in shared memory where a work tile has up to
             SMEM_FOLD_ROWS rows, whose Q leaves room for them; of a split output tile, those from its last split on.
     """
@@ -36,6 +38,7 @@ class MlaConfig(MlaTileConfig):
     speculative_max: bool = False
     combine_many_rows: bool = False
     combine_by_tasks: bool = False
+    early_dependents: bool = False
     fold_in_smem: bool = False
 
     @property
@@ -66,6 +69,7 @@ class MlaConfig(MlaTileConfig):
         needed = spec.head_dim_v // 4 + 3 * self.tile_n // 4
         most = self.registers[0] - OTHER_REGISTERS
         reasons = [f"O, S and P need {needed} registers of a thread: it has {most} for them"] if needed > most else []
+        reasons += against_early_dependents(self.early_dependents, spec)
         packed = packed_gqa_heads(spec.group)
         if self.fold_in_smem and not folds_in_smem(spec):
             reasons.append(
@@ -149,5 +153,6 @@ def mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[MlaConfig]:
     yield replace(default, evict_first=not spec.batch_invariant)
     if not spec.batch_invariant:
         yield replace(default, short_splits=not default.short_splits)
+        yield replace(default, early_dependents=True)
     if folds_in_smem(spec):
         yield replace(default, fold_in_smem=not default.fold_in_smem)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dsl_backend.attention.cute.fixed_splits import against_early_dependents
 from dsl_backend.attention.cute.mla_configs import (
     ROWS,
     MlaTileConfig,
@@ -31,7 +32,7 @@ class Fp8MlaConfig(MlaTileConfig):
     Attributes:
         scores_first: a warpgroup issues QK of its tile before PV of the other one's tile before it, so that PV runs
             during its softmax.
-        combine_many_rows, combine_by_tasks: as in `MlaConfig`.
+        combine_many_rows, combine_by_tasks, early_dependents: as in `MlaConfig`.
         p_offset: as in `Fp8Config`.
     """
 
@@ -39,6 +40,7 @@ class Fp8MlaConfig(MlaTileConfig):
     scores_first: bool = False
     combine_many_rows: bool = False
     combine_by_tasks: bool = False
+    early_dependents: bool = False
     p_offset: float = 8.0
 
     @property
@@ -68,6 +70,7 @@ class Fp8MlaConfig(MlaTileConfig):
     def own_objections(self, spec: AttentionSpec) -> list[str]:
         reasons = without_fp8_products(spec)
         reasons += fp8_tile_objections(self.tile_n, self.p_offset)
+        reasons += against_early_dependents(self.early_dependents, spec)
         needed, most = self.registers_needed(spec), self.registers[0]
         if needed > most:
             reasons.append(f"O, S and P take {needed} registers: a thread has {most}")
@@ -115,6 +118,7 @@ def fp8_mla_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8MlaCon
         if not config.objections(spec, smem_bytes):
             yield config
     default = default_fp8_mla_config(spec)
-    for config in (replace(default, combine_many_rows=True), replace(default, short_splits=True)):
+    changes = ({"combine_many_rows": True}, {"short_splits": True}, {"early_dependents": True})
+    for config in (replace(default, **change) for change in changes):
         if config != default and not config.objections(spec, smem_bytes):
             yield config

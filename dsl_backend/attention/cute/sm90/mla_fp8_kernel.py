@@ -15,7 +15,7 @@ from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTensors, MlaTiledMma
 from dsl_backend.attention.cute.fp8_smem import fp8_tensors
 from dsl_backend.attention.cute.loader.mla import MlaKeyLoadWarp
 from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
-from dsl_backend.attention.cute.mla import MlaKey, TiledMla
+from dsl_backend.attention.cute.mla import Fp8MlaKey, TiledMla
 from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
@@ -36,7 +36,7 @@ from dsl_backend.primitives import dependent_launch
 class Fp8MlaForward(MlaForward):
     """As MlaForward; the cache is e4m3."""
 
-    def __init__(self, key: MlaKey):
+    def __init__(self, key: Fp8MlaKey):
         TiledMla.__init__(self, key)
         self.chunk = fp8_chunk(key.head_dim)
         self.parts = (range(self.dims // self.chunk),)

@@ -11,7 +11,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsl_backend.attention.cute.args import MlaKeyLoads, MlaTiledMmas
-from dsl_backend.attention.cute.fp8_queries import MlaQueries
+from dsl_backend.attention.cute.fp8_queries import mla_queries
 from dsl_backend.attention.cute.fp8_smem import store_p
 from dsl_backend.attention.cute.fp8_softmax import Fp8Softmax
 from dsl_backend.attention.cute.mbarriers import arrive_warp
@@ -57,7 +57,7 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         self.sQScale, self.sQ_bytes, self.sP_bytes = smem.sQScale, smem.sQ_bytes, smem.sP_bytes
         super().__init__(kernel, work_pipeline, mmas, barriers, smem, *args)
         thread = self.thread + self.group * WARPGROUP
-        self.queries = MlaQueries(kernel, loads, thread, MMA_THREADS)
+        self.queries = mla_queries(kernel, loads, thread, MMA_THREADS)
 
     def partition(self, mmas: MlaTiledMmas, smem: Any, thread: cutlass.Int32) -> None:
         kernel, (sQ, sK, sV, sP) = self.kernel, smem[:4]

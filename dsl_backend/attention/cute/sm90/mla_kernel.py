@@ -60,7 +60,11 @@ class MlaForward(TiledMla):
         )
         if cutlass.const_expr(key.split):
             combine = SplitKVCombine(
-                key, self.dims_v, many_rows=config.combine_many_rows, by_tasks=config.combine_by_tasks
+                key,
+                self.dims_v,
+                many_rows=config.combine_many_rows,
+                early_dependents=config.early_dependents,
+                by_tasks=config.combine_by_tasks,
             )
             combine(outputs, scheduler_workspace, requests, scoring, num_ctas, stream)
 

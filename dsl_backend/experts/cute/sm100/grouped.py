@@ -111,7 +111,7 @@ class GroupedGemm(GroupedProduct, Gemm):
     ):
         """The MMA warp."""
         tiles = self.tiles_of_cta(params).count
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         self.issue(tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, tiles, k_tiles, sScales)
 
     @cute.jit

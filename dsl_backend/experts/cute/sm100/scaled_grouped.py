@@ -69,7 +69,7 @@ class PromotedGroupedGemm(ScaledGroupedGemm, PromotedGemm):
     ):
         """An epilogue warp: sums its 32 rows of every tile, and stores those that exist."""
         schedule = self.tiles_of_cta(params)
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         place = warp * WARP + cute.arch.lane_idx()
         chunk = cutlass.const_expr(self.register_columns)
         sums = [cute.make_rmem_tensor(chunk, cutlass.Float32) for _ in range(2 * self.box_n // chunk)]

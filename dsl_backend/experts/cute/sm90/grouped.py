@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import warpgroup as wgmma
 from dsl_backend.experts.cute.grouped import VECTOR_BYTES, GroupedParams, GroupedProduct, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.gemm.sizes import WARPGROUP
-from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M, GemmConfig
+from dsl_backend.gemm.sm90.configs import MMA_M, GemmConfig
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
@@ -39,12 +39,12 @@ class GroupedGemm(GroupedProduct, Gemm):
         params: GroupedParams,
         tiled_mma: cute.TiledMma,
         sX_layout: cute.ComposedLayout,
-        sW_layout: cute.ComposedLayout,
+        sW_layout: cute.Layout | cute.ComposedLayout,
         sOut_layout: cute.ComposedLayout,
     ):
         smem = cutlass.utils.SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
-        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sW = self.allocate_weights(smem, sW_layout)
         sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
         pipeline = self.load_edge.allocate(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -57,20 +57,20 @@ class GroupedGemm(GroupedProduct, Gemm):
         cute.arch.sync_threads()
         self.wait_for_rows()
         group = warp // (WARPGROUP // 32)
-        if group == CONSUMERS:
+        if group == self.consumers:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if cutlass.const_expr(self.gathers):
                 thread = cute.arch.thread_idx()[0] % WARPGROUP
-                self.gather(params, sX, sW, pipeline, thread, warp == CONSUMERS * (WARPGROUP // 32))
+                self.gather(params, sX, sW, pipeline, thread, warp == self.consumers * (WARPGROUP // 32))
             else:
-                if warp == CONSUMERS * (WARPGROUP // 32):
+                if warp == self.consumers * (WARPGROUP // 32):
                     self.load(params, sX, sW, pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if cutlass.const_expr(self.prefetches):
                 dependent_launch.wait()
             if cutlass.const_expr(self.clears):
-                self.clear_output(params, cute.arch.thread_idx()[0], CONSUMERS * WARPGROUP)
+                self.clear_output(params, cute.arch.thread_idx()[0], self.consumers * WARPGROUP)
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
 
     @cute.jit
@@ -86,7 +86,7 @@ class GroupedGemm(GroupedProduct, Gemm):
     ):
         """A consumer warpgroup: its rows of every tile, or every other tile."""
         schedule = self.tiles_of_cta(params)
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
         start, stride = self.consumer_tiles(group)
@@ -198,7 +198,8 @@ class GroupedGemm(GroupedProduct, Gemm):
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                 cute.copy(copy_atom_r2s, thr_copy_r2s.retile(tCrOut), thr_copy_r2s.partition_D(sOut[None, None, group]))
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-                self.store_rows(params, sOut[None, None, group], work, top, thread)
+                column = work.n_tile * self.columns
+                self.store_rows(params, sOut[None, None, group], work, top, column, thread, (MMA_M, self.columns))
 
     @cute.jit
     def convert(
@@ -244,12 +245,23 @@ class GroupedGemm(GroupedProduct, Gemm):
 
     @cute.jit
     def store_rows(
-        self, params: GroupedParams, sOut: cute.Tensor, work: WorkTile, top: cutlass.Int32, thread: cutlass.Int32
+        self,
+        params: GroupedParams,
+        sOut: cute.Tensor,
+        work: WorkTile,
+        top: cutlass.Int32,
+        first_column: cutlass.Int32,
+        thread: cutlass.Int32,
+        shape: cutlass.Constexpr[tuple[int, int]],
     ):
-        """Staged rows to the output, 16 bytes a thread; where they go is loaded for all of them first."""
+        """Staged rows to the output, 16 bytes a thread; where they go is loaded for all of them first.
+
+        Args:
+            top: the tile's row that is staged first. shape: rows and columns that are staged.
+        """
         elements = cutlass.const_expr(VECTOR_BYTES * 8 // self.out_dtype.width)
-        row_vectors = cutlass.const_expr(self.columns // elements)
-        count = cutlass.const_expr((MMA_M * row_vectors + WARPGROUP - 1) // WARPGROUP)
+        row_vectors = cutlass.const_expr(shape[1] // elements)
+        count = cutlass.const_expr((shape[0] * row_vectors + WARPGROUP - 1) // WARPGROUP)
         targets = cute.make_rmem_tensor(count, cutlass.Int32)
         for i in cutlass.range_constexpr(count):
             place = cutlass.min(top + (thread + i * WARPGROUP) // row_vectors, work.rows - 1)
@@ -259,8 +271,8 @@ class GroupedGemm(GroupedProduct, Gemm):
         rOut = cute.make_rmem_tensor(elements, self.out_dtype)
         for i in cutlass.range_constexpr(count):
             row, vector = (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
-            column = work.n_tile * self.columns + vector * elements
-            if row < MMA_M and top + row < work.rows and column < params.mOut.shape[1]:
+            column = first_column + vector * elements
+            if row < shape[0] and top + row < work.rows and column < params.mOut.shape[1]:
                 staged = cute.local_tile(sOut, (1, elements), (row, vector))
                 cute.autovec_copy(cute.group_modes(staged, 0, 2), rOut)
                 self.put_vector(params, rOut, targets[i], column)

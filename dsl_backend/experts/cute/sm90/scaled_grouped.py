@@ -116,7 +116,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
     ):
         """A consumer warpgroup: its rows of every tile."""
         schedule = self.tiles_of_cta(params)
-        k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+        k_tiles = self.k_tiles(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
         first = row_tile * self.consumer_m
@@ -161,7 +161,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
             of_expert = params.of_expert(work.expert)
             self.mainloop_of_blocks(of_expert, acc, total, tCrX, tCrW, pipeline, start, rows, work.n_tile, thread)
         else:
-            k_tiles = cute.ceil_div(params.mX.shape[1], self.block_k)
+            k_tiles = self.k_tiles(params)
             self.promoted_mainloop(acc, total, tCrX, tCrW, pipeline, start, k_tiles, thread)
 
     @cute.jit
@@ -222,8 +222,8 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                     self.stage_rows(copies, sOut, group, thread)
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-                    of_part = replace(work, n_tile=work.n_tile + part)
-                    self.store_rows(params, sOut[None, None, group], of_part, top, thread)
+                    column = (work.n_tile + part) * self.columns
+                    self.store_rows(params, sOut[None, None, group], work, top, column, thread, (MMA_M, self.columns))
 
 
 def product(key: ProductKey, scaled: ScaledKey[Any], beside: bool) -> ScaledGroupedGemm:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of quantised operands by the GEMMs of SM90 and SM100.
 
-On SM90 an output with computed scales may take two launches: the products in float32, and what quantises them. With a
-scale for each row there is no other way. With scales of groups it is one for few rows: the streaming kernel has parts
-of a group, while a CTA of the other kernel finishes whole groups, 144 of which are two rounds of 132 SMs.
+An output with computed scales may take two launches: the products in float32, and what quantises them. With a scale
+for each row there is no other way. With scales of groups it is one for few rows on SM90: the streaming kernel has parts
+of a group, while a CTA of the other kernel finishes whole groups, 144 of which are two rounds of 132 SMs. On SM100 it
+is the only way, because a thread of the epilogue has fewer columns than a group.
 """
 
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ def choices(spec: ScaledLinearSpec, target: Target) -> list[Choice]:
     """All that serve a problem."""
     arch = sm100 if target.tcgen05 else sm90
     found = [Choice(spec, config) for config in arch.fitting(spec, target.smem_bytes)]
-    if arch is sm90 and spec.out in sm90.QUANTISED_BESIDE:
+    if spec.may_be_quantised_beside:
         wide = spec.in_float32
         found += [Choice(wide, config) for config in arch.fitting(wide, target.smem_bytes)]
     return found

@@ -7,8 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from dsl_backend.runtime import toolkit
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,13 @@ def spoil_methods(right: type, module: ModuleType, monkeypatch: pytest.MonkeyPat
     for name, method in vars(wrong).items():
         if not name.startswith("__"):
             monkeypatch.setattr(right, name, method)
+
+
+def compile_again(monkeypatch: pytest.MonkeyPatch, *hosts: ModuleType) -> None:
+    """Have modules that import `compile_kernel` compile each kernel: cached ones have other sources."""
+
+    def compile_kernel(kernel: Any, arguments: Any, *, key: Any, target: Any) -> Any:
+        return toolkit.compiled(kernel, arguments, target.arch, "")
+
+    for host in hosts:
+        monkeypatch.setattr(host, "compile_kernel", compile_kernel)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes in the kernels of experts in MXFP4 under bfloat16, each of which a case on the emulator finds."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass")
+
+from weight_only_experts_cases import BY_ID, GROUPED_BY_ID, WeightOnlyEmulated, emulate
+
+from dsl_backend.experts.cute import weight_only_host
+from dsl_backend.experts.cute.sm90 import weight_only_decode, weight_only_grouped
+from dsl_backend.gemm.sm90 import mxfp4_unpacking
+from emulator.errors import EmulatorError, HostError
+from tests.mistakes import Mistake, compile_again, spoil_methods, spoilt
+
+
+def of_few(id: str, said: str, wrong: str) -> Mistake:
+    return Mistake(id, weight_only_decode, said, wrong)
+
+
+def of_many(id: str, said: str, wrong: str) -> Mistake:
+    return Mistake(id, weight_only_grouped, said, wrong)
+
+
+def unpacking(id: str, said: str, wrong: str) -> Mistake:
+    return Mistake(id, mxfp4_unpacking, said, wrong)
+
+
+WAITED = "            wgmma.wait_group(0)\n            self.release(pipeline, start + i - 1, thread)\n"
+BARRIER = "cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)"
+# A case of each, and those of many tokens.
+MISTAKES = (
+    (BY_ID["plain"], unpacking("the other row's scales", "factors[i % 2]", "factors[1 - i % 2]")),
+    (GROUPED_BY_ID["ragged"], unpacking("scales of the first block", "byte, zero = block, 4", "byte, zero = 0, 4")),
+    (BY_ID["plain"], unpacking("rows 8 apart have one scale", "rows[row + 8]", "rows[row]")),
+    (BY_ID["plain"], of_few("sums are not raised", "acc_1[i] = acc_1[i] * 2.0**LOWERED", "acc_1[i] = acc_1[i]")),
+    (BY_ID["plain"], unpacking("the fourth element has no sign", " | (word << 4 & SIGN)", "")),
+    (
+        GROUPED_BY_ID["ragged"],
+        unpacking(
+            "the second element is the first", "(word << (3 * i) if i else word)", "(word << (3 * (i // 2 * 2)))"
+        ),
+    ),
+    (BY_ID["plain"], of_few("weights of the first expert", "cutlass.Int64(expert) * tWgW.stride[0]", "0")),
+    (BY_ID["plain"], unpacking("up rows are gate rows", "i // of_box * of_part + ", "0 * of_part + ")),
+    (GROUPED_BY_ID["gpt-oss"], unpacking("past the last row", "of_part - 1)", "of_part + 3)")),
+    (BY_ID["long"], of_few("the first tile of columns", "+ k_tile * TILES.tile_words", "")),
+    (BY_ID["long"], unpacking("other words of the four", "read[step % WORDS]", "read[3 - step % WORDS]")),
+    (BY_ID["long"], of_few("a position is not awaited", "            pipeline.consumer_wait(start + i)\n", "")),
+    (
+        BY_ID["long"],
+        of_few("x is given back too soon", WAITED, "            self.release(pipeline, start + i - 1, thread)\n"),
+    ),
+    (BY_ID["long"], of_few("another stage is given back", "start + i - 1, thread)", "start + i, thread)")),
+    (
+        BY_ID["long"],
+        of_few("sums of the tile before stay", "tCrW_0, tCrX, stage, accumulate)", "tCrW_0, tCrX, stage, True)"),
+    ),
+    (
+        BY_ID["gpt-oss"],
+        of_few(
+            "the first consumer's up rows",
+            "            self.unpack_box(sW, stage, self.groups + group, thread, tCrW_1)\n            wgmma",
+            "            self.unpack_box(sW, stage, self.groups, thread, tCrW_1)\n            wgmma",
+        ),
+    ),
+    (
+        BY_ID["plain"],
+        unpacking("zeros are not added", "pair_bits(-0.0, torch.bfloat16)", "pair_bits(1.0, torch.bfloat16)"),
+    ),
+    # Many tokens.
+    (GROUPED_BY_ID["ragged"], of_many("many: the first expert", "cutlass.Int64(work.expert) * (4", "0 * (4")),
+    (GROUPED_BY_ID["deep"], of_many("many: the first packed tile", "k_tile // HALVES * (4", "0 * (4")),
+    (GROUPED_BY_ID["ragged"], of_many("many: the first half twice", "+ k_tile % HALVES * half", "")),
+    (
+        GROUPED_BY_ID["gpt-oss"],
+        of_many("many: the first consumer's weights", "sW.iterator + group * self.half_words", "sW.iterator"),
+    ),
+    (
+        GROUPED_BY_ID["gpt-oss"],
+        of_many("many: the other consumer's columns", "box * self.consumers + group", "box * self.consumers"),
+    ),
+    (GROUPED_BY_ID["deep"], of_many("many: box 1 has columns of box 0", "(box * self.consumers + ", "(")),
+    (GROUPED_BY_ID["deep"], of_many("many: sums of the tile before stay", "        acc.fill(0.0)\n", "")),
+    (GROUPED_BY_ID["deep"], of_many("many: a stage is not awaited", "pipeline.consumer_wait(position + half)", "pass")),
+    (
+        GROUPED_BY_ID["deep"],
+        of_many(
+            "many: products are not awaited",
+            "                wgmma.wait_group(0)\n                if cutlass",
+            "                if cutlass",
+        ),
+    ),
+    (
+        GROUPED_BY_ID["deep"],
+        of_many("many: a stage too far is given back", "position - HALVES, thread", "position, thread"),
+    ),
+    (
+        GROUPED_BY_ID["deep"],
+        of_many("many: the last stages stay", "self.release(pipeline, start + k_tiles - HALVES, thread)", "pass"),
+    ),
+    (
+        GROUPED_BY_ID["ragged"],
+        of_many(
+            "many: scales of the first half's rows",
+            "pieces[-1] + TILES.value_words // HALVES",
+            "pieces[0] + TILES.value_words // HALVES",
+        ),
+    ),
+    (GROUPED_BY_ID["parts"], of_many("many: rows of the first part", "top = piece * self.epi_tokens", "top = 0")),
+    (GROUPED_BY_ID["gpt-oss"], of_many("many: bias of the first expert", "mBias[work.expert, None]", "mBias[0, None]")),
+    (GROUPED_BY_ID["gpt-oss"], of_many("many: rows 8 apart have one bias", "column + 8 * b, part", "column, part")),
+    (
+        GROUPED_BY_ID["input"],
+        of_many("many: weights of other rows", "8 * j + 2 * (thread % 4) + a", "8 * j + 2 * (thread % 4)"),
+    ),
+    (
+        GROUPED_BY_ID["ragged"],
+        of_many("many: sums are not raised", "cutlass.Float32(2.0**LOWERED)", "cutlass.Float32(1.0)"),
+    ),
+    (
+        GROUPED_BY_ID["tall"],
+        of_many(
+            "many: staged rows are overwritten",
+            f"# All threads have read what was staged last.\n                    {BARRIER}",
+            "",
+        ),
+    ),
+    (
+        GROUPED_BY_ID["tall"],
+        of_many(
+            "many: staged rows are not awaited",
+            f"{BARRIER}\n                    self.store_rows",
+            "self.store_rows",
+        ),
+    ),
+)
+QUICK = ("the other row's scales", "many: the first consumer's weights")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_again(monkeypatch, weight_only_host)
+
+
+@pytest.mark.parametrize(
+    ("of", "mistake"),
+    [pytest.param(of, one, id=one.id, marks=() if one.id in QUICK else pytest.mark.rest) for of, one in MISTAKES],
+)
+def test_mistake_is_found(
+    of: WeightOnlyEmulated, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = spoilt(mistake, tmp_path)
+    if mistake.module is mxfp4_unpacking:
+        spoil_methods(mxfp4_unpacking.Mxfp4Unpacking, module, monkeypatch)
+    else:
+        name = "WeightOnlyDecodeGemm" if mistake.module is weight_only_decode else "WeightOnlyGroupedGemm"
+        monkeypatch.setattr(weight_only_host, name, getattr(module, name))
+    with pytest.raises((EmulatorError, AssertionError)) as raised:
+        emulate(of, "lazy", 1)
+    assert not isinstance(raised.value, HostError), "it ran"
