@@ -182,17 +182,23 @@ class CorrectionWarps:
         num_tiles = work.n_block_max - work.n_block_min
         if cutlass.const_expr(self.kernel.alternate):
             even_idx = kv_idx - odd_idx
+            # Statistics come after P V of two tiles before, so that V's stage has its values of then. Ahead of that a wait
+            # for V may end at once where there are two stages, for the stage's phase before those.
+            self.wait_stats(0, even_idx + work_idx)
             self.clear_v_before_window(work, kv_idx, 0)
-            self.first_p(0, even_idx + work_idx)
+            self.arrive_p_full(0)
             if num_tiles > 1:
+                self.wait_stats(1, odd_idx + work_idx)
                 self.clear_v_before_window(work, kv_idx, 1)
-                self.first_p(1, odd_idx + work_idx)
+                self.arrive_p_full(1)
             for pair in cutlass.range(1, (num_tiles + 1) // 2, unroll=1):
+                self.wait_stats(0, even_idx + pair + work_idx)
                 self.clear_v_before_window(work, kv_idx, 2 * pair)
-                self.next_p(0, even_idx + pair + work_idx)
+                self.rescale_and_arrive(0)
                 if 2 * pair + 1 < num_tiles:
+                    self.wait_stats(1, odd_idx + pair + work_idx)
                     self.clear_v_before_window(work, kv_idx, 2 * pair + 1)
-                    self.next_p(1, odd_idx + pair + work_idx)
+                    self.rescale_and_arrive(1)
             self.epilogue_of_both(
                 work,
                 q_stage,
@@ -283,6 +289,11 @@ class CorrectionWarps:
     def next_p(self, s_stage: cutlass.Constexpr[int], stats_idx: cutlass.Int32):
         """Rescale O to the row_max of the next P."""
         self.wait_stats(s_stage, stats_idx)
+        self.rescale_and_arrive(s_stage)
+
+    @cute.jit
+    def rescale_and_arrive(self, s_stage: cutlass.Constexpr[int]):
+        """Rescale O as the statistics that have arrived say, and tell of it."""
         self.rescale_if_needed(s_stage, self.sStats[self.thread, ACC_SCALE, s_stage])
         self.arrive_p_full(s_stage)
 
