@@ -6,6 +6,7 @@ HOST ?= 127.0.0.1
 MODEL ?=
 SERVE_FLAGS ?=
 PYTEST_WORKERS ?= 2
+PART ?=
 VENV ?= .venv
 export VENV
 # Where it is set, each process compiles its sources again, and pytest rewrites the asserts of 260 files each time.
@@ -30,7 +31,7 @@ test: SELECTION = not full and not rest
 test: lint unit e2e ## Lint, types and the tests that a change waits for: every operator, both SMs, a server
 
 test-rest: SELECTION = rest and not full
-test-rest: unit e2e ## The tests that `make test` leaves
+test-rest: unit e2e ## The tests that `make test` leaves; PART=2/4 for the second of four parts
 
 setup: peers ## The environment of the checks, in VENV, and their browser where apt can
 	@$(SYSTEM_PYTHON) tools/setup_browser.py
@@ -51,10 +52,10 @@ SELECTION = not full
 
 # worksteal: a worker has neighbouring tests, which share kernels that its process has compiled, until one has none left.
 unit: setup ## Tests that start no server
-	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) --dist worksteal -m '$(SELECTION)' --durations=25 --durations-min=4
+	$(PYTHON) -m pytest tests -n $(PYTEST_WORKERS) --dist worksteal -m '$(SELECTION)' $(if $(PART),--part $(PART)) --durations=25 --durations-min=4
 
 e2e: setup ## Checks against a real vLLM
-	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)' --durations=25 --durations-min=4
+	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)' $(if $(PART),--part $(PART)) --durations=25 --durations-min=4
 
 emulate-full: setup ## All tests of the emulator and on it, those marked full as well
 	$(PYTHON) -m pytest tests/emulator tests/attention tests/experts tests/gemm tests/judge tests/linear tests/norm tests/primitives tests/sampling tests/softmax -n $(PYTEST_WORKERS)

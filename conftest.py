@@ -2,14 +2,17 @@
 """Which tests `make test` leaves to `make test-rest`.
 
 `make test` is for whoever changes something and waits for it: it touches every operator, both SMs on the emulator and a
-real server. What it leaves is marked `rest` here, by file and by name, and counted at the end of a run.
+real server. What it leaves is marked `rest` here, by file and by name, and counted at the end of a run. All of that
+takes an hour and a half on two cores: CI runs one part of it, another one each day.
 """
 
+import argparse
 import fnmatch
 import functools
 import gc
 import os
 import re
+import zlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -240,18 +243,45 @@ def is_rest(nodeid: str) -> bool:
     return matches(nodeid, REST) and not matches(nodeid, KEPT)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", type=part_of, metavar="I/N", help="run only part I of N of the tests, from 1 on")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """(I, N) of "I/N"."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part I/N with I from 1 to N, such as 2/4")
+    return part, parts
+
+
+def part_with(nodeid: str, parts: int) -> int:
+    """Which part of the tests has this one, from 1 on.
+
+    The cases of a test share kernels that a process has compiled, and files of integration/ share their engines: each
+    of these is in one part.
+    """
+    shared = nodeid.partition("::" if nodeid.startswith("integration/") else "[")[0]
+    return zlib.crc32(shared.encode()) % parts + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEFT] = 0
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before pytest itself selects by markers."""
     for item in items:
         if is_rest(item.nodeid):
             item.add_marker(pytest.mark.rest)
         if matches(item.nodeid, FULL):
             item.add_marker(pytest.mark.full)
+    chosen = config.getoption("--part")
+    if chosen is not None:
+        part, parts = chosen
+        items[:] = [item for item in items if part_with(item.nodeid, parts) == part]
 
 
 def pytest_collection_finish() -> None:

@@ -182,8 +182,8 @@ class CorrectionWarps:
         num_tiles = work.n_block_max - work.n_block_min
         if cutlass.const_expr(self.kernel.alternate):
             even_idx = kv_idx - odd_idx
-            # Statistics come after P V of two tiles before, so that V's stage has its values of then. Ahead of that a wait
-            # for V may end at once where there are two stages, for the stage's phase before those.
+            # Statistics come after P V of two tiles before, so that V's stage has its values of then. Ahead of that a
+            # wait for V may end at once where there are two stages, for the stage's phase before those.
             self.wait_stats(0, even_idx + work_idx)
             self.clear_v_before_window(work, kv_idx, 0)
             self.arrive_p_full(0)
