@@ -10,7 +10,7 @@ from dsl_backend.experts.args import ExpertsOperands, ExpertsScales
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.providers import Limits
-from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.format import BLOCK_SCALED, ScaledFormat
 from dsl_backend.quant.mxfp4_tiles import packed_shape
 from dsl_backend.quant.reference import quantized
 from dsl_backend.testing.experts import tiled_weights
@@ -23,6 +23,9 @@ ROUTINGS = ("uniform", "zipf", "one", "half")
 # Of weights in 8 bits: a value of `hidden` that is next to a boundary is rounded to e4m3 the other way, up to 2^-4 off.
 # On an H200, kernels of ours were 0.01 to 0.03 off the reference in float32.
 FP8_LIMITS = Limits(total=0.05, row=0.15)
+# With 128x128 blocks vLLM 0.33 rounds the scales of x up to powers of two, by default on Hopper too: up to a bit is lost.
+# On an H200 its Triton kernel was 0.059 to 0.065 off, the worst row 0.070 (2026-11-28).
+FP8_BLOCK_LIMITS = Limits(total=0.1, row=0.2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,9 @@ class Problem:
 
     @property
     def limits(self) -> Limits:
-        return BF16_LIMITS if self.weight is None or self.spec.weight_only else FP8_LIMITS
+        if self.weight is None or self.spec.weight_only:
+            return BF16_LIMITS
+        return FP8_BLOCK_LIMITS if self.weight == BLOCK_SCALED else FP8_LIMITS
 
     @property
     def parameters(self) -> dict[str, object]:
