@@ -23,8 +23,8 @@ ROUTINGS = ("uniform", "zipf", "one", "half")
 # Of weights in 8 bits: a value of `hidden` that is next to a boundary is rounded to e4m3 the other way, up to 2^-4 off.
 # On an H200, kernels of ours were 0.01 to 0.03 off the reference in float32.
 FP8_LIMITS = Limits(total=0.05, row=0.15)
-# With 128x128 blocks vLLM 0.33 rounds the scales of x up to powers of two, by default on Hopper too: up to a bit is lost.
-# On an H200 its Triton kernel was 0.059 to 0.065 off, the worst row 0.070 (2026-11-28).
+# With 128x128 blocks vLLM 0.33 rounds the scales of x up to powers of two, by default on Hopper too: up to a bit is
+# lost. On an H200 its Triton kernel was 0.059 to 0.065 off, the worst row 0.070 (2026-11-28).
 FP8_BLOCK_LIMITS = Limits(total=0.1, row=0.2)
 
 
