@@ -6,20 +6,13 @@
 
 from dataclasses import replace
 
-from dsl_backend.rows import ceil_div, distinct
+from dsl_backend.rows import distinct
 from dsl_backend.runtime.target import Target
-from dsl_backend.sampling.configs import ClusterConfig, blocks_of
+from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.spec import SamplingSpec
 
 # CTAs of a row in the second launch.
 FINISHING = (2, 4, 8, 16)
-# Blocks with bounds are a multiple of it, so that vocabularies of about one size share a kernel.
-BOUNDED_BLOCKS = 64
-
-
-def with_lane_bounds(config: ClusterConfig, spec: SamplingSpec) -> ClusterConfig:
-    blocks = blocks_of(spec.vocab, config.cluster)
-    return replace(config, lane_bound_blocks=ceil_div(blocks, BOUNDED_BLOCKS) * BOUNDED_BLOCKS)
 
 
 def for_any_filter(default: ClusterConfig, spec: SamplingSpec) -> dict[str, ClusterConfig]:
@@ -35,12 +28,14 @@ def for_any_filter(default: ClusterConfig, spec: SamplingSpec) -> dict[str, Clus
     }
 
 
-def for_top_p_alone(default: ClusterConfig, few: ClusterConfig, spec: SamplingSpec) -> dict[str, ClusterConfig]:
-    """`few` as it is, with bounds of lanes, with a second launch, and with both."""
-    found = {"bounds": with_lane_bounds(default, spec), "few": few, "few-bounds": with_lane_bounds(few, spec)}
+def for_top_p_alone(few: ClusterConfig, spec: SamplingSpec) -> dict[str, ClusterConfig]:
+    """`few` as it is, `more` CTAs, both with bounds of lanes, and `few` with a second launch."""
+    more = few.sharing(2 * few.cluster, spec)
+    found = {"few": few, "few-bounds": few.with_lane_bounds(spec)}
+    found |= {"more": more, "more-bounds": more.with_lane_bounds(spec)}
     for ctas in FINISHING:
         found[f"finish-{ctas}"] = replace(few, finish_cluster=ctas)
-        found[f"bounds-finish-{ctas}"] = replace(with_lane_bounds(few, spec), finish_cluster=ctas)
+        found[f"bounds-finish-{ctas}"] = replace(few.with_lane_bounds(spec), finish_cluster=ctas)
     return found
 
 
@@ -52,13 +47,13 @@ def named(
     `ctas-N` has N CTAs for a row, `late-loads` loads a block after the arithmetic of the one before, `reread-N` has N
     blocks of a warp in flight where a row is read again, and `backward` or `forward` read it in the other order.
 
-    With top-p alone, `few` has as many CTAs for a row as rows without a filter have. `bounds` has bounds of lanes, and
-    `finish-N` a second launch with N CTAs for each row that is left.
+    With top-p alone, `few` has as many CTAs for a row as rows without a filter have, `more` twice as many. `bounds` has
+    bounds of lanes, and `finish-N` a second launch with N CTAs for each row that is left.
     """
     default = ClusterConfig.default(spec, target, rows, vector, top_p_alone)
     if top_p_alone:
         few = ClusterConfig.default(spec, target, rows, vector)
-        found = {"default": default} | for_top_p_alone(default, few, spec)
+        found = {"default": default} | for_top_p_alone(few, spec)
     else:
         found = {"default": default} | for_any_filter(default, spec)
     return distinct({name: one for name, one in found.items() if not one.objections(spec, target)})

@@ -4,6 +4,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from dsl_backend.rows import ceil_div
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.fixed_point import BLOCK
 from dsl_backend.sampling.spec import SamplingSpec
@@ -21,6 +22,8 @@ SM_BYTES = 228 * 1024
 RESERVED_BYTES = 1024
 MAX_GROUPS = 256
 HISTOGRAM_BINS = 256
+# Blocks with bounds are a multiple of it, so that vocabularies of about one size share a kernel.
+BOUNDED_BLOCKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +86,10 @@ class ClusterConfig:
         Args:
             vector: adjacent logits that one load may take in every row.
             top_p_alone: rows have top-p without top-k and min-p. Some are read again, alone, so that as many CTAs for
-                each row as SMs hold are faster.
+                each row as SMs hold are faster; or a second launch, where there are many rows.
         """
+        if top_p_alone and 2 * rows >= target.sm_count and (config := cls.finished(spec, target, rows, vector)):
+            return config
         places = ctas_per_sm(THREADS) * target.sm_count if top_p_alone else target.sm_count
         cluster = 2 if top_p_alone and spec.vocab > LOGITS_AT_ONCE else 1
         while (
@@ -103,6 +108,30 @@ class ClusterConfig:
             reread_backward=spec.logprobs_mode is not None,
             max_blocks=most_blocks(spec.vocab, cluster),
         )
+
+    @classmethod
+    def finished(cls, spec: SamplingSpec, target: Target, rows: int, vector: int) -> "ClusterConfig | None":
+        """For top-p alone: the CTAs of rows without filters, and a second launch for the rows that are left.
+
+        About one row of eight is left, and those share the SMs: 8 CTAs for each up to one row an SM, 4 above. Bounds of
+        lanes are faster where a row has one CTA. 0.90 of the time of more CTAs for 66 rows of 151936 float32, 0.88 for
+        129, 0.86 for 256; 0.86, 0.81 and 0.85 for 128, 257 and 512 rows of 201088; as long with 34 rows, 1.07 to 1.19
+        with 9 and 16 (H200, 2026-11-28).
+
+        Returns:
+            None where nothing is left to a second launch: rows that a CTA reads at once, and those with
+            log-probabilities.
+        """
+        if spec.vocab <= LOGITS_AT_ONCE or spec.logprobs_mode is not None:
+            return None
+        few = replace(cls.default(spec, target, rows, vector), finish_cluster=8 if rows <= target.sm_count else 4)
+        bounded = few.with_lane_bounds(spec) if few.cluster == 1 else few
+        return few if bounded.objections(spec, target) else bounded
+
+    def with_lane_bounds(self, spec: SamplingSpec) -> "ClusterConfig":
+        """The same with bounds of the lanes of all blocks."""
+        blocks = blocks_of(spec.vocab, self.cluster)
+        return replace(self, lane_bound_blocks=ceil_div(blocks, BOUNDED_BLOCKS) * BOUNDED_BLOCKS)
 
     def sharing(self, cluster: int, spec: SamplingSpec) -> "ClusterConfig":
         """The same with so many CTAs for each row."""

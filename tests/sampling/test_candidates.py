@@ -22,20 +22,22 @@ def test_all_candidates_serve(vocab: int, rows: int, dtype: torch.dtype) -> None
     assert len(set(found.values())) == len(found)
     for name, config in found.items():
         assert config.objections(spec, H200) == [], name
-        assert (config.finish_cluster > 0) == ("finish" in name)
-        assert (config.lane_bound_blocks > 0) == ("bounds" in name)
+        if name != "default":
+            assert (config.finish_cluster > 0) == ("finish" in name)
+            assert (config.lane_bound_blocks > 0) == ("bounds" in name)
 
 
 def test_names() -> None:
     found = named(SamplingSpec(vocab=151936), H200, 256, 4, top_p_alone=True)
-    assert (found["default"].cluster, found["few"].cluster) == (2, 1)
-    assert (found["bounds"].lane_bound_blocks, found["bounds-finish-8"].lane_bound_blocks) == (192, 320)
+    assert (found["default"].cluster, found["few"].cluster, found["more"].cluster) == (1, 1, 2)
+    assert (found["more-bounds"].lane_bound_blocks, found["bounds-finish-8"].lane_bound_blocks) == (192, 320)
+    assert "bounds-finish-4" not in found, "the default"
     assert found["finish-16"].finishing.cluster == 16
     ranked = SamplingSpec(vocab=151936, logprobs_mode=LogprobsMode.RAW_LOGPROBS)
     assert not any("finish" in name for name in named(ranked, H200, 256, 4, top_p_alone=True))
     # The bounds of so many blocks do not fit shared memory.
     wide = named(SamplingSpec(vocab=1 << 20), H200, 1000, 4, top_p_alone=True)
-    assert {"bounds", "few"} < set(wide)
+    assert {"more", "few"} < set(wide)
     assert "few-bounds" not in wide
 
 

@@ -21,13 +21,29 @@ FITS = ClusterConfig(cluster=4, threads=512, vector=4)
 @pytest.mark.parametrize(
     ("rows", "top_p_alone", "cluster"),
     [(1, False, 16), (8, False, 16), (9, False, 8), (16, False, 8), (17, False, 4), (64, False, 2), (67, False, 1),
-     (1024, False, 1), (1, True, 16), (9, True, 8), (33, True, 8), (64, True, 4), (256, True, 2)],
+     (1024, False, 1), (1, True, 16), (9, True, 8), (33, True, 8), (64, True, 4)],
 )  # fmt: skip
 def test_cluster_of_a_row(rows: int, top_p_alone: bool, cluster: int) -> None:
     config = ClusterConfig.default(QWEN, H200, rows, 4, top_p_alone)
     assert config == ClusterConfig(cluster=cluster, threads=512, vector=4)
     assert config.blocks_ahead == 1, "faster on an H200 with 100 and 256 float32 rows too: docs/performance/sampling.md"
     assert config.objections(QWEN, H200) == []
+
+
+@pytest.mark.parametrize(
+    ("vocab", "rows", "cluster", "bounds", "finish"),
+    [(151936, 65, 4, 0, 0), (151936, 66, 2, 0, 8), (151936, 129, 1, 320, 8), (151936, 256, 1, 320, 4),
+     (201088, 512, 1, 448, 4), (1 << 20, 512, 1, 0, 4), (8192, 512, 1, 0, 0)],
+)  # fmt: skip
+def test_many_rows_with_top_p_alone_have_a_second_launch(
+    vocab: int, rows: int, cluster: int, bounds: int, finish: int
+) -> None:
+    spec = SamplingSpec(vocab=vocab)
+    config = ClusterConfig.default(spec, H200, rows, 4, top_p_alone=True)
+    assert (config.cluster, config.lane_bound_blocks, config.finish_cluster) == (cluster, bounds, finish)
+    assert config.objections(spec, H200) == []
+    ranked = replace(spec, logprobs_mode=LogprobsMode.RAW_LOGPROBS)
+    assert ClusterConfig.default(ranked, H200, rows, 4, top_p_alone=True).finish_cluster == 0
 
 
 def test_ranks_are_counted_from_the_row_s_end() -> None:
