@@ -92,7 +92,8 @@ class TestExecution:
         one = executed(tmp_path, asked, gpus=("0", "1"))
         assert outcomes(one) == dict.fromkeys("abc", "ok")
         assert {run.gpus for run in one.runs[:2]} == {("0",), ("1",)}
-        assert one.runs[1].began < one.runs[0].began + 0.5, "the second step waited for the first"
+        first, second = one.runs[:2]
+        assert second.began < first.began + first.seconds, "the second step waited for the first"
 
     def test_a_failed_step_is_named_and_the_next_one_runs(self, tmp_path: Path) -> None:
         one = executed(tmp_path, [step("bad", "raise SystemExit(3)"), step("good", "pass")])
