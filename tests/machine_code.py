@@ -130,6 +130,7 @@ LAYERS = (
     dense("hd512", heads=(16, 2), dim=512),
     dense("hd192x128-packed", heads=(16, 16), dim=192, dim_v=128, page=None),
     dense("hd128-fp8", heads=(32, 8), dim=128, fp8=True),
+    dense("hd256-fp8", heads=(16, 2), dim=256, fp8=True),
     dense("hd128-fp8-queries", heads=(32, 8), dim=128, fp8=True, fp8_q=True, fp8_out=True, scales_by_request=True),
     dense("hd128-nvfp4-outputs", heads=(32, 8), dim=128, nvfp4_out=True),
     dense("hd64-fp8-window-softcap-sinks", heads=(64, 8), dim=64, fp8=True, window=(99, None), softcap=5.0, sinks=True),

@@ -86,8 +86,8 @@ MISTAKES = {
         ("the total is left out", "self.acc_O[i] += self.acc_O_total[i]", "self.acc_O[i] += 0.0 * self.acc_O_total[i]"),
         (
             "halves of Q's k-blocks are swapped",
-            "words[i // 2 * 4 + i % 2 * 2 + row]",
-            "words[i // 2 * 4 + (1 - i % 2) * 2 + row]",
+            "words[i // 2 * 4 + i % 2 * 2 + row] = f32_to_e4m3(",
+            "words[i // 2 * 4 + (1 - i % 2) * 2 + row] = f32_to_e4m3(",
         ),
         ("rows of Q share a scale's inverse", "inverse = LARGEST / row_max", "inverse = LARGEST / 3.0"),
     ),
@@ -109,8 +109,8 @@ MISTAKES_IN_TURN = {
     fp8_mma.Fp8MmaConsumer: (
         (
             "the sum before is not rescaled",
-            "fma(acc_O[row, j], self.acc_scale[row], acc_PV[row, j])",
-            "acc_O[row, j] + acc_PV[row, j]",
+            "fma(acc_O[row, part * columns + j], self.acc_scale[row], acc_PV[row, j])",
+            "acc_O[row, part * columns + j] + acc_PV[row, j]",
         ),
         (
             "P V of a tile begins with what was there",
@@ -126,6 +126,43 @@ MISTAKES_IN_TURN = {
             "V is not waited for",
             "cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))",
             "pass",
+        ),
+    ),
+}
+# Of wide heads, whose P V has parts and whose Q is in shared memory.
+WIDE = replace(IN_TURN, value_parts=2, shared_q=True)
+MISTAKES_WIDE = {
+    fp8_mma.Fp8MmaConsumer: (
+        ("all parts are products of the first columns", "self.tOrV_parts[part][", "self.tOrV_parts[0]["),
+        (
+            "a part's sums are added to the first columns",
+            "acc_O[row, part * columns + j] = fence_register(total)",
+            "acc_O[row, j] = fence_register(total)",
+        ),
+        (
+            "V is released behind the first part",
+            "            if cutlass.const_expr(last):",
+            "            if part == 0:",
+        ),
+    ),
+    fp8_mma.QuantizingMmaConsumer: (
+        (
+            "Q is read before all warps have stored it",
+            '        cute.arch.fence_proxy("async.shared", space="cta")\n        self.sync_warpgroup()\n',
+            '        cute.arch.fence_proxy("async.shared", space="cta")\n',
+        ),
+        ("no fence of Q for MMAs", '        cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
+        ("both rows have the scale of the first", "sQScale[self.row + 8 * row]", "sQScale[self.row]"),
+    ),
+}
+# The same of queries that arrive in e4m3.
+WIDE_FP8_QUERIES = replace(CASE, fp8_q=True, heads=(2, 1))
+MISTAKES_WIDE_FP8_QUERIES = {
+    fp8_mma.SharedQueryMmaConsumer: (
+        (
+            "Q is released behind the first product",
+            '"""Nothing: all products of the work tile read Q."""',
+            "self.release_q(q_stage)",
         ),
     ),
 }
@@ -150,29 +187,37 @@ def run(case: Case, index: int, config: Fp8Config = CONFIG) -> None:
     fp8_attention.judge(result, problem, arithmetic_of(config))
 
 
-def run_twice(config: Fp8Config) -> None:
+def run_twice(case: Case, config: Fp8Config) -> None:
     """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
     for index in (1, 0):
-        run(CASE, index, config)
+        run(case, index, config)
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("config", [CONFIG, IN_TURN], ids=["overlap", "in-turn"])
-@pytest.mark.parametrize("case", [CASE, SOFTCAP], ids=["window", "softcap"])
+@pytest.mark.parametrize("config", [CONFIG, IN_TURN, WIDE], ids=["overlap", "in-turn", "wide"])
+@pytest.mark.parametrize("case", [CASE, SOFTCAP, WIDE_FP8_QUERIES], ids=["window", "softcap", "fp8-queries"])
 def test_right_without_a_mistake(case: Case, config: Fp8Config) -> None:
     run(case, 1, config)
 
 
 @pytest.mark.parametrize(
-    ("config", "right", "mistake"),
+    ("case", "config", "right", "mistake"),
     [
-        pytest.param(config, right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
-        for config, found in ((CONFIG, MISTAKES), (IN_TURN, MISTAKES_IN_TURN))
+        pytest.param(
+            case, config, right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,)
+        )
+        for case, config, found in (
+            (CASE, CONFIG, MISTAKES),
+            (CASE, IN_TURN, MISTAKES_IN_TURN),
+            (CASE, WIDE, MISTAKES_WIDE),
+            (WIDE_FP8_QUERIES, WIDE, MISTAKES_WIDE_FP8_QUERIES),
+        )
         for right, mistakes in found.items()
         for mistake in mistakes
     ],
 )
 def test_a_mistake_is_found(
+    case: Case,
     config: Fp8Config,
     right: type,
     mistake: tuple[str, str, str],
@@ -182,4 +227,4 @@ def test_a_mistake_is_found(
     module = sys.modules[right.__module__]
     spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
     with pytest.raises((AssertionError, EmulatorError)):
-        run_twice(config)
+        run_twice(case, config)

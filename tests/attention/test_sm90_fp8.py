@@ -12,10 +12,13 @@ import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
 from dsl_backend.attention.cute.sm90.fp8_configs import (
+    WIDE_TILES,
     Fp8Config,
     default_fp8_config,
     fp8_variants,
+    is_wide,
     long_query_fp8_config,
+    wide,
 )
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec
@@ -113,12 +116,69 @@ CASES = (
     Case(
         id="large-scores", q_lens=(40,), kv_lens=(300,), heads=(1, 1), dim=64, scale=2.0, fp8=True, why="O is rescaled"
     ),
+    Case(
+        id="wide-192",
+        q_lens=(20, 3),
+        kv_lens=(100, 3),
+        heads=(1, 1),
+        dim=192,
+        page=32,
+        fp8=True,
+        why="P V in three parts; Q in shared memory",
+    ),
+    Case(
+        id="wide-256",
+        q_lens=(20, 3),
+        kv_lens=(150, 3),
+        heads=(2, 2),
+        dim=256,
+        page=32,
+        window=(100, None),
+        softcap=5.0,
+        sinks=True,
+        fp8=True,
+        around=Surroundings(stale=True),
+        why="P V in parts; Q in shared memory, of several work tiles; NaN below the windows",
+    ),
+    Case(
+        id="wide-fp8-queries-256",
+        q_lens=(18, 40),
+        kv_lens=(40, 250),
+        heads=(2, 1),
+        dim=256,
+        fp8=True,
+        fp8_q=True,
+        scales_by_head=True,
+        scales_by_request=True,
+        nan_request=0,
+        why="queries of 8 bits are multiplied where TMA wrote them",
+    ),
+    Case(
+        id="wide-224x160",
+        q_lens=(20,),
+        kv_lens=(150,),
+        heads=(2, 2),
+        dim=224,
+        dim_v=160,
+        page=None,
+        dtype=FP16,
+        fp8=True,
+        why="parts of 40 columns; rows of keys in chunks of 32 bytes",
+    ),
 )
 QUICK = ("ragged", "window-softcap-sinks")
+LONG = ("wide-256", "wide-fp8-queries-256", "wide-224x160")
+
+
+def marks_of(case: str) -> tuple[pytest.MarkDecorator, ...]:
+    return () if case in QUICK else (pytest.mark.full,) if case in LONG else (pytest.mark.rest,)
 
 
 def config_of(case: Case, index: int) -> Fp8Config:
-    """Small tiles, so that rings go around and sums are promoted."""
+    """Small tiles, so that rings go around and sums are promoted; wide heads have those to tune."""
+    p_offset = (8.0, 4.0)[index // 2 % 2]
+    if is_wide(case.spec):
+        return replace(wide(case.spec, WIDE_TILES[index % 3], ping_pong=index % 2 == 1), p_offset=p_offset)
     tile_n = 64 if case.spec.head_dim > 64 else (96, 128, 32)[index % 3]
     groups = index % 2 + 1
     overlap = index % 3 != 1
@@ -130,7 +190,7 @@ def config_of(case: Case, index: int) -> Fp8Config:
         ping_pong=groups == 2,
         intra_warpgroup_overlap=overlap,
         accumulate_period=(2, 1, 0, 4)[index % 4] if overlap else 1,
-        p_offset=(8.0, 4.0)[index // 2 % 2],
+        p_offset=p_offset,
     )
 
 
@@ -160,10 +220,7 @@ def emulate(case: Case, config: Fp8Config, index: int, judged_as: Arithmetic | N
 
 @pytest.mark.parametrize(
     ("index", "case"),
-    [
-        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.rest,))
-        for index, case in enumerate(CASES)
-    ],
+    [pytest.param(index, case, id=case.id, marks=marks_of(case.id)) for index, case in enumerate(CASES)],
 )
 def test_case(index: int, case: Case) -> None:
     emulate(case, config_of(case, index), index)
@@ -175,7 +232,11 @@ def spec_of(dim: int = 128, dim_v: int | None = None, **facts: Any) -> Attention
     return spec
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (160, 96)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (160, 96), (256, 256), (224, 160), (256, 64)],
+    ids=str,
+)
 def test_configs_fit(dims: tuple[int, int]) -> None:
     """The default and those to tune; sums of two levels are among them."""
     spec, smem_bytes = spec_of(*dims), from_arch("sm_90a").smem_bytes
@@ -184,16 +245,16 @@ def test_configs_fit(dims: tuple[int, int]) -> None:
     found = defaults + tuned
     assert [config.objections(spec, smem_bytes) for config in found] == [[]] * len(found)
     assert len({replace(config, stages=2) for config in tuned}) == len(tuned) > 3
-    assert {config.intra_warpgroup_overlap for config in tuned} == {False, True}
+    assert {config.intra_warpgroup_overlap for config in tuned} == ({False} if dims[1] > 128 else {False, True})
     assert all(0 < config.accumulate_period * config.tile_n <= 512 for config in found)
 
 
 NOT_SERVED = [
     ({"fp8": False}, "keys of bfloat16: its products are of float8_e4m3fn"),
     ({"fp8_dtype": torch.float8_e5m2}, "keys of float8_e5m2"),
-    ({"dim": 256}, "head size 256 is not a multiple of 32 from 64 to 192"),
+    ({"dim": 288}, "head size 288 is not a multiple of 32 from 64 to 256: O fills registers"),
     ({"dim": 80}, "head size 80 is not a multiple of 32"),
-    ({"dim": 192}, "value head size 192 is not a multiple of 32 from 64 to 128"),
+    ({"dim": 192, "dim_v": 288}, "value head size 288 is not a multiple of 32 from 64 to 256"),
     ({"batch_invariant": True}, "short queries have other products"),
 ]
 
@@ -209,10 +270,10 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
     [
         ({}, []),
         (
-            {"dim": 256},
+            {"dim": 512},
             [
-                "head size 256 is not",
-                "value head size 256 is not",
+                "head size 512 is not",
+                "value head size 512 is not",
                 "dense-prefill e4m3 sm100, dense-decode e4m3-from-65-rows sm100: serves GPUs of sm_100a",
             ],
         ),
@@ -269,22 +330,24 @@ def test_it_is_had_by_name_alone() -> None:
         dispatch.choose(dispatch.Operation.PREFILL, spec, from_arch("sm_80"), NAME)
 
 
-LAYERS, PROBLEMS, SEED, SPECS = 12, 5, 20261125, 10_000
+LAYERS, WIDE_LAYERS, PROBLEMS, SEED, SPECS = 12, 4, 5, 20261125, 10_000
 SIZES = replace(fuzz.TINY, kv=400, q=150, requests=3, heads_kv=(1, 2))
 DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (128, 64), (160, 96))
+WIDE_DIMS = ((256, 256), (256, 256), (256, 128), (160, 192))
 
 
 def drawn(layer: int, turn: int) -> Case:
     """A random problem of prefill, with sizes and keys that the kernel has."""
     case = fuzz.problem("prefill", SEED, layer + turn * SPECS, SIZES, SPECS)
     assert isinstance(case, Case)
-    dim, dim_v = DIMS[layer % len(DIMS)]
+    dim, dim_v = DIMS[layer % len(DIMS)] if layer < LAYERS else WIDE_DIMS[layer - LAYERS]
     more = {"batch_invariant": False, "programs": None, "tile": None}
     return replace(case, dim=dim, dim_v=dim_v, fp8=True, fp8_dtype=torch.float8_e4m3fn, **more)
 
 
 @pytest.mark.parametrize(
-    "layer", [pytest.param(n, marks=pytest.mark.full if n > 1 else pytest.mark.rest) for n in range(LAYERS)]
+    "layer",
+    [pytest.param(n, marks=pytest.mark.full if n > 1 else pytest.mark.rest) for n in range(LAYERS + WIDE_LAYERS)],
 )
 def test_random_problems_of_a_layer(layer: int) -> None:
     """With the default of a layer, and small tiles in turn; short queries too."""
@@ -327,6 +390,14 @@ def test_long_tiles_in_every_schedule(dim: int, index: int) -> None:
     config = long_query_fp8_config(case.spec)
     assert config is not None
     emulate(case, config, index)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(3))
+def test_wide_heads_in_every_schedule(index: int) -> None:
+    """With the default: work tiles that end in the first key tile, at its end, and in the third one."""
+    case = replace(CASES[1], q_lens=(20, 128, 10), kv_lens=(20, 128, 270), heads=(1, 1), dim=256)
+    emulate(case, default_fp8_config(case.spec), index)
 
 
 def test_long_queries_have_longer_tiles() -> None:

@@ -51,6 +51,16 @@ class DenseLoads(NamedTuple):
     mV: cute.Tensor
 
 
+class DenseKeyLoads(NamedTuple):
+    """Of a kernel whose warps load the queries: the queries as they are, and the TMA atoms of K and V."""
+
+    mQ: cute.Tensor  # (total_q, head_q, head_dim)
+    tma_atom_k: cute.CopyAtom
+    mK: cute.Tensor
+    tma_atom_v: cute.CopyAtom
+    mV: cute.Tensor
+
+
 class Nvfp4Loads(NamedTuple):
     """As DenseLoads, with those of the scales."""
 

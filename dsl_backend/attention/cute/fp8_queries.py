@@ -24,7 +24,7 @@ class Queries:
     Args:
         kernel: the `TiledKernel`, or the `TiledMla`.
         mQ: as it is in global memory.
-        rows: of a work tile.
+        rows: of a work tile, or as many of them, from `first_row` on.
         threads: that take part; thread: which of them this is.
         ahead: rows that a thread loads before it quantizes the first of them: Q comes from memory, not from L2. They
             need registers.
@@ -39,9 +39,11 @@ class Queries:
         threads: int,
         lanes: int = QUAD,
         ahead: int = 1,
+        first_row: cutlass.Int32 | int = 0,
     ) -> None:
         self.kernel, self.key, self.mQ, self.rows, self.lanes = kernel, kernel.key, mQ, rows, lanes
         self.thread, self.rows_at_once, self.ahead = thread, threads // lanes, ahead
+        self.first_row = first_row
         self.dtype: Any = kernel.dtype  # of queries in global memory
 
     @cute.jit
@@ -57,11 +59,11 @@ class Queries:
             values = cute.make_rmem_tensor((VECTOR, vectors, self.ahead), self.dtype)
             values.fill(self.dtype(0))
             for i in cutlass.range_constexpr(self.ahead):
-                row = first + i * self.rows_at_once + self.thread // self.lanes
+                row = self.first_row + first + i * self.rows_at_once + self.thread // self.lanes
                 if row < work.num_rows:
                     self.load_row(work, row, lane, values[None, None, i])
             for i in cutlass.range_constexpr(self.ahead):
-                row = first + i * self.rows_at_once + self.thread // self.lanes
+                row = self.first_row + first + i * self.rows_at_once + self.thread // self.lanes
                 self.store_row(row, lane, values[None, None, i], sQ_bytes, sScale)
 
     @cute.jit

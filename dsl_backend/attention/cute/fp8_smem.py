@@ -3,8 +3,9 @@
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from dsl_backend.attention.cute.args import DenseKeyLoads, DenseTensors
 from dsl_backend.attention.cute.sizes import fp8_chunk
 from dsl_backend.attention.cute.tiles import SWIZZLES, TiledKernel
 from dsl_backend.attention.cute.transpose import swizzle_of
@@ -44,6 +45,15 @@ class Fp8Tiles(TiledKernel):
 
     def key_box(self, width: int) -> tuple[cute.ComposedLayout, tuple[int, int]]:
         return fp8_box(self.box, width)
+
+    def key_loads(self, tensors: DenseTensors) -> DenseKeyLoads:
+        """Where warps load the queries: these as they are, and the TMA atoms of K and V."""
+        order = [1, 3, 2, 0] if self.key.page_size else [0, 2, 1]
+        load, found = self.load_op(), [tensors.q]
+        for tensor, width in ((tensors.k, self.dims), (tensors.v, self.dims_v)):
+            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
+            found += cpasync.make_tiled_tma_atom(load, view, *self.key_box(width))
+        return DenseKeyLoads(*found)
 
 
 def fp8_tensors(allocator: cutlass.utils.SmemAllocator, rows: int, width: int, stages: int) -> list[cute.Tensor]:

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.args import DenseLoads
+from dsl_backend.attention.cute.args import DenseKeyLoads, DenseLoads
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline, head_group_of, v_split_of
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -102,9 +102,13 @@ class LoadWarp:
         """View a tensor as [box, row of boxes, column of boxes, stage]."""
         return cute.group_modes(cute.flat_divide(tensor, (rows, width)), 0, 2)
 
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        """The TMA atoms, whose descriptors are prefetched."""
+        return self.tma_atom_q, self.tma_atom_k, self.tma_atom_v
+
     @cute.jit
     def run(self):
-        for atom in (self.tma_atom_q, self.tma_atom_k, self.tma_atom_v):
+        for atom in self.atoms():
             cpasync.prefetch_descriptor(atom)
         work_tiles, k_tiles, v_tiles = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.next_work(work_tiles)
@@ -331,6 +335,23 @@ class LoadWarp:
         return cute.arch.make_warp_uniform(cute.arch.shuffle_sync(pages, box))
 
 
+class KeyLoads:
+    """What differs in load warps of K and V alone, of `DenseKeyLoads`: other warps load Q. Keys are not dequantized."""
+
+    def set_queries(self, kernel: Any, loads: DenseKeyLoads, sQ: cute.Tensor) -> None:
+        self.stages = self.config.stages
+
+    def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:
+        """Nothing: Q is not copied by TMA."""
+
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return self.tma_atom_k, self.tma_atom_v
+
+
+class KeyLoadWarp(KeyLoads, LoadWarp):
+    """Loads K from the last key tile to the first, and V one key tile later."""
+
+
 class RolledLoadWarp(LoadWarp):
     rolled = True
 
@@ -352,10 +373,6 @@ class PerTileLoads:
             work_tiles += 1
             work = self.work_pipeline.consume(work_tiles)
             valid = work.valid
-
-    def atoms(self) -> tuple[cute.CopyAtom, ...]:
-        """The TMA atoms, whose descriptors are prefetched."""
-        return self.tma_atom_q, self.tma_atom_k, self.tma_atom_v
 
     def load_item(self, work: WorkTile, tiles: cutlass.Int32) -> None:
         """Load K and V of a work tile; `tiles` key tiles were loaded before."""

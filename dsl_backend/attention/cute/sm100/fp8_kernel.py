@@ -7,19 +7,19 @@ that which dequantizes keys, loads it and quantizes it, work tiles ahead. Q that
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
+from dsl_backend.attention.cute.args import DenseKeyLoads, DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import wait_for_previous
 from dsl_backend.attention.cute.fp8_queries import Queries
 from dsl_backend.attention.cute.fp8_smem import Fp8Tiles, fp8_tensors
+from dsl_backend.attention.cute.loader.dense import KeyLoads
 from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
-from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
+from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.score_mod import ScoreModArgs
 from dsl_backend.attention.cute.sizes import WARPGROUP
 from dsl_backend.attention.cute.sm100.dense_barriers import Barriers, fp8_mbar_arrays, mbar_arrays
@@ -55,16 +55,6 @@ class Fp8Key(DenseKey):
     config: Fp8DenseConfig
 
 
-class DenseKeyLoads(NamedTuple):
-    """Of a kernel whose warps load the queries: the queries as they are, and the TMA atoms of K and V."""
-
-    mQ: cute.Tensor  # (total_q, head_q, head_dim)
-    tma_atom_k: cute.CopyAtom
-    mK: cute.Tensor
-    tma_atom_v: cute.CopyAtom
-    mV: cute.Tensor
-
-
 class Fp8KVStages:
     """Stages of K, and stages of V, as TMA fills them.
 
@@ -87,17 +77,8 @@ class Fp8KVStages:
         return stage_of(kv_idx, self.stages)
 
 
-class Fp8LoadWarp(SeparateKVLoadWarp):
+class Fp8LoadWarp(KeyLoads, SeparateKVLoadWarp):
     """Loads K and V, as they are stored; QueryWarps load Q."""
-
-    def set_queries(self, kernel: Any, loads: DenseLoads, sQ: cute.Tensor) -> None:
-        self.stages = self.config.stages
-
-    def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:
-        """Nothing: Q is not copied by TMA."""
-
-    def atoms(self) -> tuple[cute.CopyAtom, ...]:
-        return self.tma_atom_k, self.tma_atom_v
 
 
 class QuantizedQueryLoadWarp(SeparateKVLoadWarp):
@@ -128,14 +109,7 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
 
     def loads(self, tensors: DenseTensors) -> Any:
         """`DenseKeyLoads`, or `DenseLoads` of quantised queries."""
-        if self.key.fp8_q:
-            return super().loads(tensors)
-        order = [1, 3, 2, 0] if self.key.page_size else [0, 2, 1]
-        load, found = self.load_op(), [tensors.q]
-        for tensor, width in ((tensors.k, self.dims), (tensors.v, self.dims_v)):
-            view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=order))
-            found += cpasync.make_tiled_tma_atom(load, view, *self.key_box(width))
-        return DenseKeyLoads(*found)
+        return super().loads(tensors) if self.key.fp8_q else self.key_loads(tensors)
 
     @cute.kernel
     def kernel(

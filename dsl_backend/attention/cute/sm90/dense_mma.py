@@ -146,11 +146,15 @@ class MmaConsumer:
             # Warpgroup 0 issues first.
             if self.warpgroup == warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=WARP_SCHEDULER_BARRIER, number_of_threads=2 * WARPGROUP)
+        self.clear_q()
+
+    @cute.jit
+    def clear_q(self):
+        """Zero-fill the rows of Q that TMA never writes, or not for every work tile."""
         q_stages = cutlass.const_expr(self.config.query_stages)
         rows_loaded = cutlass.const_expr(self.kernel.rows_loaded)
         if cutlass.const_expr(rows_loaded < self.config.tile_m):
-            # Zero-fill the rows of Q that TMA never writes, or not for every work tile.
-            threads = cutlass.const_expr(warpgroups * WARPGROUP)
+            threads = cutlass.const_expr(self.config.groups * WARPGROUP)
             for stage in cutlass.range_constexpr(q_stages):
                 clear_rows(self.sQ[None, None, stage], rows_loaded, self.config.tile_m, self.thread, threads)
             if cutlass.const_expr(self.kernel.math_clears):
@@ -166,8 +170,7 @@ class MmaConsumer:
         self.softmax.reset()
         self.acc_O.fill(0.0)
         self.rows.start(work)
-        cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(tile_count, self.config.query_stages))
-        self.begin_q(q_stage)
+        self.begin_q(work, q_stage, tile_count)
         n_block = work.n_block_max - 1
         self.mma_first_n_block(work, n_block, q_stage, kv_idx)
         kv_idx += 1
@@ -191,8 +194,10 @@ class MmaConsumer:
         self.epilogue(work)
         return kv_idx
 
-    def begin_q(self, q_stage: cutlass.Int32) -> None:
-        """Before the first Q K^T of a work tile, whose Q has arrived."""
+    @cute.jit
+    def begin_q(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32):
+        """Before the first Q K^T of a work tile: wait for Q; `tile_count` work tiles were before it."""
+        cute.arch.mbarrier_wait(self.barriers.q_full + q_stage, phase_of(tile_count, self.config.query_stages))
 
     def end_q(self, q_stage: cutlass.Int32) -> None:
         """After the last Q K^T of a work tile."""

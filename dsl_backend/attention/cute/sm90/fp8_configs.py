@@ -23,8 +23,11 @@ from dsl_backend.quant.format import E4M3
 TUNED_SUMS = (128, 256, 512)
 # Registers of an MMA thread besides O, S, P and Q: addresses, the state of the softmax, the loop's.
 OTHER_REGISTERS = 44
-# The same where S and P V share registers.
-FEWER_OTHER_REGISTERS = 40
+# The same where S and P V share registers; and where Q is in shared memory as well.
+FEWER_OTHER_REGISTERS, FEWEST_OTHER_REGISTERS = 40, 32
+MOST_DIM = 256  # O of wider values takes more than half of a thread's registers
+VALUE_PART = 64  # columns of P V of wide heads that are computed at once
+WIDE_TILES = (64, 96, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,10 @@ class Fp8Config:
         intra_warpgroup_overlap: a warpgroup's softmax overlaps its own MMAs, as in FlashAttention-3; with ping_pong the
             other's too. Else S and P V of a tile share registers, which leaves room for longer tiles; each tile's P V
             is then added in float32 (accumulate_period is 1).
+        value_parts: P V of a tile is computed for so many parts of the columns, one after another, which share
+            registers. Without intra_warpgroup_overlap.
+        shared_q: MMAs read Q in e4m3 from shared memory, and not from registers. MMA warps load it from global memory,
+            and quantize it, unless it arrives in e4m3.
         p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
             is left below 448 is how far a score may exceed row_max before O is rescaled.
         min_split_tiles: fewest key tiles of a split, where keys are split.
@@ -59,6 +66,8 @@ class Fp8Config:
     ping_pong: bool = False
     accumulate_period: int = 4
     intra_warpgroup_overlap: bool = True
+    value_parts: int = 1
+    shared_q: bool = False
     p_offset: float = 8.0
     min_split_tiles: int = 2
 
@@ -74,7 +83,7 @@ class Fp8Config:
     def registers(self) -> tuple[int, int, int]:
         """Of a thread of the MMA warpgroups, and of the load, scheduler and transposition warps; no dequantization."""
         if self.groups > 1 and not self.intra_warpgroup_overlap:
-            # With 40 or 32 of the other warps, the transposition of long tiles spills 24 to 32 bytes (ptxas 13.0).
+            # With 48 or fewer of the other warps, the transposition of long tiles spills 16 to 32 bytes (ptxas 13.0).
             return {2: 224, 3: 152}[self.groups], 56, 0
         return (*REGISTERS[self.groups], 0)
 
@@ -91,7 +100,9 @@ class Fp8Config:
     def smem_bytes(self, spec: AttentionSpec) -> int:
         """Shared memory of a CTA."""
         q_bytes = self.query_stages * self.tile_m * spec.head_dim
-        if not spec.is_fp8_q:
+        if self.shared_q and not spec.is_fp8_q:
+            q_bytes += 4 * self.tile_m  # scales of rows
+        elif not spec.is_fp8_q:
             q_bytes = spec.dtype.itemsize * self.query_stages * self.tile_m * max(spec.head_dim, spec.head_dim_v)
         kv_bytes = self.stages * self.tile_n * (spec.head_dim + 2 * spec.head_dim_v)
         return q_bytes + kv_bytes + MBARRIER_BYTES * 2 * (self.query_stages + 3 * self.stages) + WORK_TILE_SMEM_BYTES
@@ -99,8 +110,9 @@ class Fp8Config:
     def registers_needed(self, spec: AttentionSpec) -> int:
         """Registers of an MMA thread that hold O, in one level or two, S, P and Q, and the others."""
         if not self.intra_warpgroup_overlap:
-            shared = max(self.tile_n // 2, spec.head_dim_v // 2 + self.tile_n // 8)
-            return spec.head_dim_v // 2 + shared + spec.head_dim // 8 + FEWER_OTHER_REGISTERS
+            shared = max(self.tile_n // 2, spec.head_dim_v // self.value_parts // 2 + self.tile_n // 8)
+            others = FEWEST_OTHER_REGISTERS if self.shared_q else spec.head_dim // 8 + FEWER_OTHER_REGISTERS
+            return spec.head_dim_v // 2 + shared + others
         levels = 2 if self.accumulate_period else 1
         return levels * spec.head_dim_v // 2 + self.tile_n // 2 + (self.tile_n + spec.head_dim) // 8 + OTHER_REGISTERS
 
@@ -122,6 +134,12 @@ class Fp8Config:
             reasons.append(f"sums of {self.accumulate_period} tiles: 1 or more are possible, or 0 for all")
         elif not self.intra_warpgroup_overlap and self.accumulate_period != 1:
             reasons.append("S and P V share registers: each tile's P V is added in float32 (accumulate_period=1)")
+        if self.value_parts > 1 and self.intra_warpgroup_overlap:
+            reasons.append(f"{self.value_parts} parts of P V: possible where S and P V share registers")
+        if spec.head_dim_v % (8 * self.value_parts):
+            reasons.append(f"{self.value_parts} parts of {spec.head_dim_v} columns: a part has a multiple of 8")
+        if self.shared_q and (self.query_stages > 1 or self.intra_warpgroup_overlap):
+            reasons.append("Q in shared memory has one stage, and S and P V share registers")
         if reasons:
             return reasons
         available = self.registers[0]
@@ -138,11 +156,9 @@ def unserved(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.kv != E4M3:
         reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
-    for name, dim, most in (("head size", spec.head_dim, 192), ("value head size", spec.head_dim_v, 128)):
-        if dim % FP8_K_BLOCK or not 64 <= dim <= most:
-            reasons.append(
-                f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {most}: wider ones spill registers"
-            )
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if dim % FP8_K_BLOCK or not 64 <= dim <= MOST_DIM:
+            reasons.append(f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {MOST_DIM}: O fills registers")
     if spec.batch_invariant:
         # Decode converts the cache to 16 bits: a row's bits would depend on how many queries its request has.
         reasons.append("batch invariance: short queries have other products than long ones")
@@ -154,7 +170,10 @@ FP8_LONG_QUERY = 4096
 
 
 def default_fp8_config(spec: AttentionSpec) -> Fp8Config:
-    """The default for queries below FP8_LONG_QUERY tokens; of wide heads for all."""
+    """The default for queries below FP8_LONG_QUERY tokens; with heads above 128 for all."""
+    if is_wide(spec):
+        # Tiles of 128 keys fill 224 of 227 KB of shared memory, and registers. Not measured on a GPU.
+        return wide(spec, WIDE_TILES[-1])
     if spec.head_dim_v <= 64:
         return Fp8Config(groups=2, tile_n=128, stages=4, query_stages=2, ping_pong=True)
     if spec.head_dim <= 128 and spec.head_dim_v <= 128:
@@ -200,6 +219,17 @@ def in_turn(groups: int, tile_n: int, stages: int, *, ping_pong: bool = True) ->
     )
 
 
+def is_wide(spec: AttentionSpec) -> bool:
+    """Whether registers have no room for Q and for a second accumulator of all columns."""
+    return spec.head_dim > 192 or spec.head_dim_v > 128
+
+
+def wide(spec: AttentionSpec, tile_n: int, ping_pong: bool = True) -> Fp8Config:
+    """Of wide heads: parts of up to VALUE_PART columns of P V, and Q in shared memory."""
+    parts = next(parts for parts in range(-(-spec.head_dim_v // VALUE_PART), 9) if spec.head_dim_v % (8 * parts) == 0)
+    return replace(in_turn(2, tile_n, stages=2, ping_pong=ping_pong), value_parts=parts, shared_q=True)
+
+
 def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8Config]:
     """Configurations to tune, each with the most stages that fit.
 
@@ -212,6 +242,8 @@ def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8Config]:
             tiles.append(Fp8Config(groups=2, tile_n=tile_n, stages=2, ping_pong=ping_pong, accumulate_period=period))
     for groups, tile_n, ping_pong in itertools.product((2, 3), (96, 128, 160, 192, 224, 256), (False, True)):
         tiles.append(in_turn(groups, tile_n, 2, ping_pong=ping_pong))
+    if is_wide(spec):
+        tiles += [wide(spec, *one) for one in itertools.product(WIDE_TILES, (False, True))]
     for one in tiles:
         fitting = [replace(one, stages=stages) for stages in range(2, MAX_STAGES + 1)]
         yield from [config for config in fitting if not config.objections(spec, smem_bytes)][-1:]

@@ -6,19 +6,26 @@ Tensor cores add up 8-bit products with about 14 bits (DeepSeek-V3's report, 3.3
 only, which float32 additions then add to O.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from dsl_backend.attention.cute.fp8_queries import LARGEST, LEAST_MAXIMUM
+from dsl_backend.attention.cute.fp8_queries import LARGEST, LEAST_MAXIMUM, Queries
 from dsl_backend.attention.cute.fp8_softmax import Fp8Softmax
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, reshape_acc_to_mn
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
+from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_configs import WGMMA_M
 from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer, move_operand, rescale_rows, with_accumulate
-from dsl_backend.primitives.accumulators import fence_operand, words_of
+from dsl_backend.attention.cute.transpose import TRANSPOSE_BARRIER
+from dsl_backend.primitives.accumulators import fence_operand, fence_register, words_of
 from dsl_backend.primitives.math import f32_to_e4m3, fma
 from dsl_backend.primitives.ring import phase_of, stage_of
+
+OWN_GROUP = TRANSPOSE_BARRIER + 1  # a named barrier of each warpgroup
 
 
 def e4m3_mma(
@@ -47,9 +54,12 @@ class Fp8MmaConsumer(MmaConsumer):
         kernel = self.kernel
         thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(self.thread), tiled_mma_pv.get_slice(self.thread)
         e4m3 = cutlass.Float8E4M3FN
-        self.tSrQ = cute.make_rmem_tensor(thr_mma_qk.partition_shape_A((kernel.tile_m, kernel.dims)), e4m3)
+        self.tSrQ = self.query_operand(tiled_mma_qk, thr_mma_qk)
         self.tSrK = tiled_mma_qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         self.tOrV = tiled_mma_pv.make_fragment_B(thr_mma_pv.partition_B(sV))
+        columns = kernel.dims_v // self.config.value_parts
+        parts = [cute.local_tile(sV, (columns, kernel.tile_n), (i, 0, None)) for i in range(self.config.value_parts)]
+        self.tOrV_parts = [tiled_mma_pv.make_fragment_B(thr_mma_pv.partition_B(part)) for part in parts]
         self.acc_S = cute.make_rmem_tensor(
             thr_mma_qk.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32
         )
@@ -61,8 +71,14 @@ class Fp8MmaConsumer(MmaConsumer):
         self.acc_O = cute.make_rmem_tensor(shape_O, cutlass.Float32)
         self.acc_O_total = cute.make_rmem_tensor(shape_O, cutlass.Float32) if overlaps and levels else None
         # P V of a tile, from 0 on: its registers can be those of S, which is P by then.
-        self.acc_PV = None if overlaps else cute.make_rmem_tensor(shape_O, cutlass.Float32)
+        shape_PV = thr_mma_pv.partition_shape_C((kernel.tile_m, columns))
+        self.acc_PV = None if overlaps else cute.make_rmem_tensor(shape_PV, cutlass.Float32)
         self.tiled_mma_pv_first = with_accumulate(tiled_mma_pv, False)
+
+    def query_operand(self, tiled_mma: cute.TiledMma, thr_mma: cute.ThrMma) -> cute.Tensor:
+        """Q as the A operand of Q K^T."""
+        shape = thr_mma.partition_shape_A((self.kernel.tile_m, self.kernel.dims))
+        return cute.make_rmem_tensor(shape, cutlass.Float8E4M3FN)
 
     def make_softmax(self) -> Fp8Softmax:
         config = self.config
@@ -71,8 +87,9 @@ class Fp8MmaConsumer(MmaConsumer):
     # ------------------------------------------------------------------ Q
 
     @cute.jit
-    def begin_q(self, q_stage: cutlass.Int32):
+    def begin_q(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32):
         """Quantize the thread's part of Q, each row by its own maximum."""
+        MmaConsumer.begin_q(self, work, q_stage, tile_count)
         if cutlass.const_expr(self.acc_O_total is not None):
             self.acc_O_total.fill(0.0)
         words, sQ = words_of(self.tSrQ), self.sQ[None, None, q_stage]
@@ -93,6 +110,14 @@ class Fp8MmaConsumer(MmaConsumer):
                 scaled = [values[j, i].to(cutlass.Float32) * inverse for j in range(4)]
                 words[i // 2 * 4 + i % 2 * 2 + row] = f32_to_e4m3(*scaled)
 
+    def end_first_qk(self, q_stage: cutlass.Int32) -> None:
+        """After the first Q K^T of a work tile.
+
+        Q is released here, and not directly behind its loads, which an arrival may overtake (see DequantTiles): the
+        product needed them.
+        """
+        self.release_q(q_stage)
+
     def end_q(self, q_stage: cutlass.Int32) -> None:
         """Nothing: the stage is released behind the first Q K^T."""
 
@@ -109,8 +134,7 @@ class Fp8MmaConsumer(MmaConsumer):
         warpgroup.wait_group(0)
         fence_operand(self.acc_S)
         self.release_kv(self.barriers.k_empty, kv_idx)
-        # Not directly behind the loads of Q, which an arrival may overtake (see DequantTiles): the product needed them.
-        self.release_q(q_stage)
+        self.end_first_qk(q_stage)
         self.softmax.online_softmax_e4m3(self.scores(work, n_block, True), words_of(self.tOrP), self.acc_scale)
         if cutlass.const_expr(self.acc_PV is None):
             fence_operand(self.acc_O)
@@ -151,22 +175,30 @@ class Fp8MmaConsumer(MmaConsumer):
 
     @cute.jit
     def add_pv(self, kv_idx: cutlass.Int32):
-        """O = acc_scale O + P V of one key tile, whose sum the tensor cores begin at 0."""
+        """O = acc_scale O + P V of one key tile, whose sum the tensor cores begin at 0; one part of V after another."""
         stage = stage_of(kv_idx, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
-        warpgroup.fence()
-        for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
-            tiled_mma = self.tiled_mma_pv if cutlass.const_expr(k > 0) else self.tiled_mma_pv_first
-            tOrP, tOrV = self.tOrP[None, None, k], self.tOrV[None, None, k, stage]
-            cute.gemm(tiled_mma, self.acc_PV, tOrP, tOrV, self.acc_PV)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        fence_operand(self.acc_PV)
-        self.release_kv(self.barriers.v_empty, kv_idx)
         acc_O, acc_PV = reshape_acc_to_mn(self.acc_O), reshape_acc_to_mn(self.acc_PV)
-        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-            for j in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
-                acc_O[row, j] = fma(acc_O[row, j], self.acc_scale[row], acc_PV[row, j])
+        columns = cutlass.const_expr(cute.size(acc_PV, mode=[1]))
+        for part in cutlass.range_constexpr(self.config.value_parts):
+            last = cutlass.const_expr(part == self.config.value_parts - 1)
+            warpgroup.fence()
+            for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
+                tiled_mma = self.tiled_mma_pv if cutlass.const_expr(k > 0) else self.tiled_mma_pv_first
+                tOrP, tOrV = self.tOrP[None, None, k], self.tOrV_parts[part][None, None, k, stage]
+                cute.gemm(tiled_mma, self.acc_PV, tOrP, tOrV, self.acc_PV)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            fence_operand(self.acc_PV)
+            if cutlass.const_expr(last):
+                self.release_kv(self.barriers.v_empty, kv_idx)
+            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+                for j in cutlass.range_constexpr(columns):
+                    total = fma(acc_O[row, part * columns + j], self.acc_scale[row], acc_PV[row, j])
+                    # Before the next part's products: else the compiler keeps the sums of all parts.
+                    acc_O[row, part * columns + j] = fence_register(total) if cutlass.const_expr(not last) else total
+            if cutlass.const_expr(not last):
+                fence_operand(self.acc_PV)
 
     @cute.jit
     def mma_n_block_overlapped(
@@ -240,8 +272,9 @@ class QuantizedQueryMmaConsumer(Fp8MmaConsumer):
     """
 
     @cute.jit
-    def begin_q(self, q_stage: cutlass.Int32):
+    def begin_q(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32):
         """Load the thread's part of Q; sQ has bytes."""
+        MmaConsumer.begin_q(self, work, q_stage, tile_count)
         if cutlass.const_expr(self.acc_O_total is not None):
             self.acc_O_total.fill(0.0)
         # Scores are multiplied by it: a factor that the compiler leaves out.
@@ -253,3 +286,73 @@ class QuantizedQueryMmaConsumer(Fp8MmaConsumer):
                 block = cute.local_tile(sQ, (1, 4), (self.row + 8 * row, self.column // 2 + 4 * i))
                 cute.autovec_copy(cute.group_modes(block, 0, 2), quad)
                 words[i // 2 * 4 + i % 2 * 2 + row] = cute.recast_tensor(quad, cutlass.Int32)[0]
+
+
+class SharedQueryMmaConsumer(Fp8MmaConsumer):
+    """As Fp8MmaConsumer, of wide heads, which leave no registers for Q: MMAs read it from shared memory.
+
+    Queries arrive in e4m3, by TMA.
+
+    Args:
+        sQ_e4m3: (tile_m, head_dim, 1), the memory of sQ.
+    """
+
+    def __init__(self, sQ_e4m3: cute.Tensor, *args: Any) -> None:
+        self.sQ_e4m3 = sQ_e4m3
+        super().__init__(*args)
+
+    def query_operand(self, tiled_mma: cute.TiledMma, thr_mma: cute.ThrMma) -> cute.Tensor:
+        return tiled_mma.make_fragment_A(thr_mma.partition_A(self.sQ_e4m3))
+
+    def q_block(self, k: int, q_stage: cutlass.Int32) -> cute.Tensor:
+        return MmaConsumer.q_block(self, k, q_stage)
+
+    @cute.jit
+    def begin_q(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32):
+        MmaConsumer.begin_q(self, work, q_stage, tile_count)
+        # As in QuantizedQueryMmaConsumer.
+        self.softmax.q_scale.fill(1.0)
+
+    def end_first_qk(self, q_stage: cutlass.Int32) -> None:
+        """Nothing: all products of the work tile read Q."""
+
+    def end_q(self, q_stage: cutlass.Int32) -> None:
+        self.release_q(q_stage)
+
+
+class QuantizingMmaConsumer(SharedQueryMmaConsumer):
+    """As SharedQueryMmaConsumer, of queries in 16 bits: a warpgroup loads and quantizes its own rows.
+
+    No stage of them in 16 bits would fit beside K and V.
+
+    Args:
+        sQScale: (tile_m), the scale of each row.
+        mQ: as it is in global memory.
+    """
+
+    def __init__(self, sQ_e4m3: cute.Tensor, sQScale: cute.Tensor, mQ: cute.Tensor, *args: Any) -> None:
+        super().__init__(sQ_e4m3, *args)
+        self.sQScale = sQScale
+        rows = self.warpgroup * WGMMA_M
+        self.queries = Queries(self.kernel, mQ, WGMMA_M, self.thread % WARPGROUP, WARPGROUP, first_row=rows)
+
+    def clear_q(self) -> None:
+        """Nothing: rows that do not exist are stored as zeros."""
+
+    @cute.jit
+    def begin_q(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32):
+        sQScale = self.sQScale
+        # All warps have waited for the products of the work tile before. The emulator's warps make a product together,
+        # so that it does not miss this barrier; those of a chip need not.
+        self.sync_warpgroup()
+        self.queries.quantize(work, self.sQ[None, None, 0], sQScale)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.sync_warpgroup()
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            self.softmax.q_scale[row] = sQScale[self.row + 8 * row]
+
+    def end_q(self, q_stage: cutlass.Int32) -> None:
+        """Nothing: no other warp writes Q."""
+
+    def sync_warpgroup(self) -> None:
+        cute.arch.barrier(barrier_id=OWN_GROUP + self.warpgroup, number_of_threads=WARPGROUP)
