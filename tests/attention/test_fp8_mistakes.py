@@ -106,7 +106,7 @@ MISTAKES = {
 # Of tiles whose S and P V share registers.
 IN_TURN = replace(CONFIG, intra_warpgroup_overlap=False, accumulate_period=1)
 MISTAKES_IN_TURN = {
-    fp8_mma.Fp8MmaConsumer: (
+    fp8_mma.TwoLevelSums: (
         (
             "the sum before is not rescaled",
             "fma(acc_O[row, part * columns + j], self.acc_scale[row], acc_PV[row, j])",
@@ -114,14 +114,16 @@ MISTAKES_IN_TURN = {
         ),
         (
             "P V of a tile begins with what was there",
-            "self.tiled_mma_pv if cutlass.const_expr(k > 0) else self.tiled_mma_pv_first",
-            "self.tiled_mma_pv",
+            "tiled_mma if cutlass.const_expr(k > 0) else tiled_mma_first",
+            "tiled_mma",
         ),
         (
             "P V is read before it is there",
             "        warpgroup.wait_group(0)\n        fence_operand(self.acc_PV)\n",
             "        fence_operand(self.acc_PV)\n",
         ),
+    ),
+    fp8_mma.Fp8MmaConsumer: (
         (
             "V is not waited for",
             "cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))",
@@ -132,17 +134,19 @@ MISTAKES_IN_TURN = {
 # Of wide heads, whose P V has parts and whose Q is in shared memory.
 WIDE = replace(IN_TURN, value_parts=2, shared_q=True)
 MISTAKES_WIDE = {
-    fp8_mma.Fp8MmaConsumer: (
+    fp8_mma.TwoLevelSums: (
         ("all parts are products of the first columns", "self.tOrV_parts[part][", "self.tOrV_parts[0]["),
         (
             "a part's sums are added to the first columns",
-            "acc_O[row, part * columns + j] = fence_register(total)",
-            "acc_O[row, j] = fence_register(total)",
+            "acc_O[row, part * columns + j] = total",
+            "acc_O[row, j] = total",
         ),
+    ),
+    fp8_mma.Fp8MmaConsumer: (
         (
             "V is released behind the first part",
-            "            if cutlass.const_expr(last):",
-            "            if part == 0:",
+            "if cutlass.const_expr(part == self.config.value_parts - 1):",
+            "if part == 0:",
         ),
     ),
     fp8_mma.QuantizingMmaConsumer: (

@@ -38,7 +38,73 @@ def e4m3_mma(
     )
 
 
-class Fp8MmaConsumer(MmaConsumer):
+class TwoLevelSums:
+    """O = acc_scale O + P V of a key tile, whose sum the tensor cores begin at 0.
+
+    One part of V's columns is computed after another.
+
+    Attributes:
+        acc_O: of all columns of a warpgroup. acc_PV: of a part of them.
+        tOrV_parts: V, by part.
+        acc_scale: [row].
+    """
+
+    acc_O: cute.Tensor
+    acc_PV: cute.Tensor
+    tOrV_parts: list[cute.Tensor]
+    acc_scale: cute.Tensor
+
+    def partition_values(
+        self,
+        tiled_mma: cute.TiledMma,
+        thr_mma: cute.ThrMma,
+        sV: cute.Tensor,
+        parts: int,
+        first: cutlass.Int32 | int = 0,
+    ) -> None:
+        """Set the parts of V and their accumulator.
+
+        Args:
+            sV: (column, key, stage), transposed. first: of its parts, this warpgroup's first one.
+        """
+        columns, tile_n = cute.size(tiled_mma.shape_mnk[1]), cute.size(sV, mode=[1])
+        tiles = [cute.local_tile(sV, (columns, tile_n), (first + part, 0, None)) for part in range(parts)]
+        self.tOrV_parts = [tiled_mma.make_fragment_B(thr_mma.partition_B(tile)) for tile in tiles]
+
+    @cute.jit
+    def multiply_part(
+        self,
+        tiled_mma: cute.TiledMma,
+        tiled_mma_first: cute.TiledMma,
+        probs: cute.Tensor,
+        part: cutlass.Constexpr[int],
+        stage: cutlass.Int32,
+    ):
+        """acc_PV = P V of a part of the columns."""
+        warpgroup.fence()
+        for k in cutlass.range_constexpr(cute.size(probs, mode=[2])):
+            tOrP, tOrV = probs[None, None, k], self.tOrV_parts[part][None, None, k, stage]
+            cute.gemm(tiled_mma if cutlass.const_expr(k > 0) else tiled_mma_first, self.acc_PV, tOrP, tOrV, self.acc_PV)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        fence_operand(self.acc_PV)
+
+    @cute.jit
+    def add_part(self, part: cutlass.Constexpr[int]):
+        """Add acc_PV to its part of O."""
+        acc_O, acc_PV = reshape_acc_to_mn(self.acc_O), reshape_acc_to_mn(self.acc_PV)
+        columns = cutlass.const_expr(cute.size(acc_PV, mode=[1]))
+        last = cutlass.const_expr(part == len(self.tOrV_parts) - 1)
+        for row in cutlass.range_constexpr(ROWS_PER_THREAD):
+            for j in cutlass.range_constexpr(columns):
+                total = fma(acc_O[row, part * columns + j], self.acc_scale[row], acc_PV[row, j])
+                # Before the next part's products: else the compiler keeps the sums of all parts.
+                acc_O[row, part * columns + j] = total if cutlass.const_expr(last) else fence_register(total)
+        if cutlass.const_expr(not last):
+            fence_operand(self.acc_PV)
+
+
+class Fp8MmaConsumer(TwoLevelSums, MmaConsumer):
     """As MmaConsumer. Q is read once for a work tile: its stage is empty after the first product."""
 
     softmax: Fp8Softmax
@@ -57,9 +123,7 @@ class Fp8MmaConsumer(MmaConsumer):
         self.tSrQ = self.query_operand(tiled_mma_qk, thr_mma_qk)
         self.tSrK = tiled_mma_qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         self.tOrV = tiled_mma_pv.make_fragment_B(thr_mma_pv.partition_B(sV))
-        columns = kernel.dims_v // self.config.value_parts
-        parts = [cute.local_tile(sV, (columns, kernel.tile_n), (i, 0, None)) for i in range(self.config.value_parts)]
-        self.tOrV_parts = [tiled_mma_pv.make_fragment_B(thr_mma_pv.partition_B(part)) for part in parts]
+        self.partition_values(tiled_mma_pv, thr_mma_pv, sV, self.config.value_parts)
         self.acc_S = cute.make_rmem_tensor(
             thr_mma_qk.partition_shape_C((kernel.tile_m, kernel.tile_n)), cutlass.Float32
         )
@@ -71,7 +135,7 @@ class Fp8MmaConsumer(MmaConsumer):
         self.acc_O = cute.make_rmem_tensor(shape_O, cutlass.Float32)
         self.acc_O_total = cute.make_rmem_tensor(shape_O, cutlass.Float32) if overlaps and levels else None
         # P V of a tile, from 0 on: its registers can be those of S, which is P by then.
-        shape_PV = thr_mma_pv.partition_shape_C((kernel.tile_m, columns))
+        shape_PV = thr_mma_pv.partition_shape_C((kernel.tile_m, kernel.dims_v // self.config.value_parts))
         self.acc_PV = None if overlaps else cute.make_rmem_tensor(shape_PV, cutlass.Float32)
         self.tiled_mma_pv_first = with_accumulate(tiled_mma_pv, False)
 
@@ -175,30 +239,14 @@ class Fp8MmaConsumer(MmaConsumer):
 
     @cute.jit
     def add_pv(self, kv_idx: cutlass.Int32):
-        """O = acc_scale O + P V of one key tile, whose sum the tensor cores begin at 0; one part of V after another."""
+        """O = acc_scale O + P V of one key tile."""
         stage = stage_of(kv_idx, self.config.stages)
         cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
-        acc_O, acc_PV = reshape_acc_to_mn(self.acc_O), reshape_acc_to_mn(self.acc_PV)
-        columns = cutlass.const_expr(cute.size(acc_PV, mode=[1]))
         for part in cutlass.range_constexpr(self.config.value_parts):
-            last = cutlass.const_expr(part == self.config.value_parts - 1)
-            warpgroup.fence()
-            for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
-                tiled_mma = self.tiled_mma_pv if cutlass.const_expr(k > 0) else self.tiled_mma_pv_first
-                tOrP, tOrV = self.tOrP[None, None, k], self.tOrV_parts[part][None, None, k, stage]
-                cute.gemm(tiled_mma, self.acc_PV, tOrP, tOrV, self.acc_PV)
-            warpgroup.commit_group()
-            warpgroup.wait_group(0)
-            fence_operand(self.acc_PV)
-            if cutlass.const_expr(last):
+            self.multiply_part(self.tiled_mma_pv, self.tiled_mma_pv_first, self.tOrP, part, stage)
+            if cutlass.const_expr(part == self.config.value_parts - 1):
                 self.release_kv(self.barriers.v_empty, kv_idx)
-            for row in cutlass.range_constexpr(ROWS_PER_THREAD):
-                for j in cutlass.range_constexpr(columns):
-                    total = fma(acc_O[row, part * columns + j], self.acc_scale[row], acc_PV[row, j])
-                    # Before the next part's products: else the compiler keeps the sums of all parts.
-                    acc_O[row, part * columns + j] = fence_register(total) if cutlass.const_expr(not last) else total
-            if cutlass.const_expr(not last):
-                fence_operand(self.acc_PV)
+            self.add_part(part)
 
     @cute.jit
     def mma_n_block_overlapped(

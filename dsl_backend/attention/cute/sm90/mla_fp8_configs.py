@@ -32,12 +32,15 @@ class Fp8MlaConfig(MlaTileConfig):
     Attributes:
         scores_first: a warpgroup issues QK of its tile before PV of the other one's tile before it, so that PV runs
             during its softmax.
+        value_parts: P V of a tile is computed for so many parts of a warpgroup's columns, one after another in the same
+            registers, and added to O in float32. 0: tensor cores add up all tiles of a split, with about 14 bits.
         combine_many_rows, combine_by_tasks, early_dependents: as in `MlaConfig`.
         p_offset: as in `Fp8Config`.
     """
 
     dequant_stages: int = 3
     scores_first: bool = False
+    value_parts: int = 0
     combine_many_rows: bool = False
     combine_by_tasks: bool = False
     early_dependents: bool = False
@@ -71,14 +74,18 @@ class Fp8MlaConfig(MlaTileConfig):
         reasons = without_fp8_products(spec)
         reasons += fp8_tile_objections(self.tile_n, self.p_offset)
         reasons += against_early_dependents(self.early_dependents, spec)
+        if self.value_parts < 0 or (self.value_parts and spec.head_dim_v % (8 * GROUPS * self.value_parts)):
+            columns = spec.head_dim_v // GROUPS
+            return [*reasons, f"{self.value_parts} parts of {columns} columns: a part has a multiple of 8"]
         needed, most = self.registers_needed(spec), self.registers[0]
         if needed > most:
             reasons.append(f"O, S and P take {needed} registers: a thread has {most}")
         return reasons
 
     def registers_needed(self, spec: AttentionSpec) -> int:
-        """Registers of an MMA thread that hold O, S and P, and the others."""
-        return spec.head_dim_v // 4 + self.tile_n // 2 + self.tile_n // 8 + OTHER_REGISTERS
+        """Registers of an MMA thread that hold O, a part of P V, S and P, and the others."""
+        part = spec.head_dim_v // 4 // self.value_parts if self.value_parts else 0
+        return spec.head_dim_v // 4 + part + self.tile_n // 2 + self.tile_n // 8 + OTHER_REGISTERS
 
 
 def default_fp8_mla_config(spec: AttentionSpec) -> Fp8MlaConfig:

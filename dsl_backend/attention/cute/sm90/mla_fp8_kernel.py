@@ -45,7 +45,7 @@ class Fp8MlaForward(MlaForward):
 
     def tiled_mmas(self) -> MlaTiledMmas:
         smem, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-        columns = self.dims_v // GROUPS
+        columns = self.dims_v // GROUPS // max(self.config.value_parts, 1)
         return MlaTiledMmas(e4m3_mma(self.tile_n, smem), e4m3_mma(columns, registers), e4m3_mma(columns, smem))
 
     def loads(self, tensors: MlaTensors) -> Any:

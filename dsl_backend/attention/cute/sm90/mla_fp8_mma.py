@@ -19,6 +19,8 @@ from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.rows import QUAD, ROWS_PER_THREAD, reshape_acc_to_mn
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile
 from dsl_backend.attention.cute.sizes import FP8_K_BLOCK, WARPGROUP
+from dsl_backend.attention.cute.sm90.dense_mma import with_accumulate
+from dsl_backend.attention.cute.sm90.fp8_mma import TwoLevelSums
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.mla_mma import ALL_MMA, MMA_THREADS, MlaMmaConsumer
 from dsl_backend.primitives.accumulators import fence_operand, words_of
@@ -39,8 +41,8 @@ class Fp8MlaSmem(NamedTuple):
     sQScale: cute.Tensor  # (row)
 
 
-class Fp8MlaMmaConsumer(MlaMmaConsumer):
-    """As MlaMmaConsumer. Tensor cores sum P V of all tiles of a split: their accumulator keeps about 14 bits."""
+class Fp8MlaMmaConsumer(TwoLevelSums, MlaMmaConsumer):
+    """As MlaMmaConsumer. Without `value_parts`, tensor cores sum P V of all tiles of a split, with about 14 bits."""
 
     softmax: Fp8Softmax
 
@@ -66,8 +68,17 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
         self.tSrQ = mmas.qk.make_fragment_A(thr_mma_qk.partition_A(sQ))
         self.tSrK = mmas.qk.make_fragment_B(thr_mma_qk.partition_B(sK))
         columns = kernel.dims_v // GROUPS
-        own_columns = cute.local_tile(sV, (columns, kernel.tile_n), (self.group, 0, None))
-        self.tOrV = mmas.pv.make_fragment_B(thr_mma_pv.partition_B(own_columns))
+        parts = self.config.value_parts
+        self.acc_PV = None
+        if parts:
+            self.partition_values(mmas.pv, thr_mma_pv, sV, parts, self.group * parts)
+            shape_PV = thr_mma_pv.partition_shape_C((ROWS, columns // parts))
+            self.acc_PV = cute.make_rmem_tensor(shape_PV, cutlass.Float32)
+            self.tiled_mma_pv_first = with_accumulate(mmas.pv, False)
+            self.tiled_mma_pv_shared_first = with_accumulate(mmas.pv_shared, False)
+        else:
+            own_columns = cute.local_tile(sV, (columns, kernel.tile_n), (self.group, 0, None))
+            self.tOrV = mmas.pv.make_fragment_B(thr_mma_pv.partition_B(own_columns))
         self.tOrP_shared = mmas.pv_shared.make_fragment_A(thr_mma_pv_shared.partition_A(sP[None, None, 0]))
         self.acc_S = cute.make_rmem_tensor(thr_mma_qk.partition_shape_C((ROWS, kernel.tile_n)), cutlass.Float32)
         shape_P = thr_mma_pv.partition_shape_A((ROWS, kernel.tile_n))
@@ -121,6 +132,23 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
                 warpgroup.wait_group(0)
                 self.release_v(tiles + count - 1)
 
+    @cute.jit
+    def mma_scores_first(
+        self, work: WorkTile, step: cutlass.Int32, tiles: cutlass.Int32, releases_q: cutlass.Boolean | bool
+    ):
+        """With `value_parts`, PV ends before the softmax begins: registers have no room for both."""
+        if cutlass.const_expr(not self.config.value_parts):
+            MlaMmaConsumer.mma_scores_first(self, work, step, tiles, releases_q)
+        else:
+            self.issue_qk(work, tiles + step)
+            self.begin_pv_shared(work, step - 1, tiles + step - 1)
+            warpgroup.wait_group(0)
+            fence_operand(self.acc_S)
+            self.release_k(work, step, tiles + step, releases_q)
+            self.issue_products(self.tiled_mma_pv_shared, self.tOrP_shared, tiles + step - 1)
+            self.release_v(tiles + step - 1)
+            self.online_softmax(work, step)
+
     # ------------------------------------------------------------------ QK
 
     @cute.jit
@@ -158,6 +186,22 @@ class Fp8MlaMmaConsumer(MlaMmaConsumer):
                 for j in cutlass.range_constexpr(cute.size(acc_S, mode=[1])):
                     acc_S[row, j] *= self.softmax.q_scale[row]
         return MlaMmaConsumer.scores(self, work, step)
+
+    @cute.jit
+    def issue_products(self, tiled_mma: cute.TiledMma, probs: cute.Tensor, count: cutlass.Int32):
+        """With `value_parts`, O is complete when this returns."""
+        if cutlass.const_expr(not self.config.value_parts):
+            MlaMmaConsumer.issue_products(self, tiled_mma, probs, count)
+        else:
+            shared = cutlass.const_expr(probs is self.tOrP_shared)
+            first = self.tiled_mma_pv_shared_first if shared else self.tiled_mma_pv_first
+            stage = count % self.config.stages
+            # Else the compiler sets it behind the fence of the first products.
+            self.acc_PV.fill(0.0)
+            fence_operand(self.acc_PV)
+            for part in cutlass.range_constexpr(self.config.value_parts):
+                self.multiply_part(tiled_mma, first, probs, part, stage)
+                self.add_part(part)
 
     def store_p(self) -> None:
         store_p(words_of(self.tOrP), self.sP_bytes, self.thread)

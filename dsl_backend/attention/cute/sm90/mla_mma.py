@@ -378,7 +378,6 @@ class MlaMmaConsumer:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=P_READY + self.group, number_of_threads=MMA_THREADS)
         self.begin_v(work, step, count)
-        rescale_rows(self.acc_O, self.acc_scale)
         self.issue_products(self.tiled_mma_pv, self.tOrP, count)
         warpgroup.wait_group(0)
 
@@ -394,18 +393,23 @@ class MlaMmaConsumer:
     @cute.jit
     def issue_pv_shared(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
         """Issue O += P V with P of the other warpgroup, from shared memory."""
+        self.begin_pv_shared(work, step, count)
+        self.issue_products(self.tiled_mma_pv_shared, self.tOrP_shared, count)
+
+    @cute.jit
+    def begin_pv_shared(self, work: WorkTile, step: cutlass.Int32, count: cutlass.Int32):
+        """Before P V of the other warpgroup's P: wait for it, and take its row_max."""
         cute.arch.barrier(barrier_id=P_READY + 1 - self.group, number_of_threads=MMA_THREADS)
         self.begin_v(work, step, count)
         for row in cutlass.range_constexpr(ROWS_PER_THREAD):
             self.softmax.row_max[row] = self.sStats[self.row + 8 * row, ROW_MAX]
             self.acc_scale[row] = self.sStats[self.row + 8 * row, ACC_SCALE]
             self.softmax.row_sum[row] *= self.acc_scale[row]
-        rescale_rows(self.acc_O, self.acc_scale)
-        self.issue_products(self.tiled_mma_pv_shared, self.tOrP_shared, count)
 
     @cute.jit
     def issue_products(self, tiled_mma: cute.TiledMma, probs: cute.Tensor, count: cutlass.Int32):
-        """Issue O += P V of the count-th tile."""
+        """Issue O = acc_scale O + P V of the count-th tile."""
+        rescale_rows(self.acc_O, self.acc_scale)
         stage = count % self.config.stages
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(probs, mode=[2])):
