@@ -85,8 +85,8 @@ class Code:
 
     @property
     def serialised(self) -> bool:
-        """Whether products run one at a time."""
-        return bool(self.products and self.waits is not None and 2 * self.waits > self.products)
+        """Whether products run one at a time. Where O has two levels, every second product of P V is waited for."""
+        return bool(self.products and self.waits is not None and 5 * self.waits > 3 * self.products)
 
 
 class Made(NamedTuple):

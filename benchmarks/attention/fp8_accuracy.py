@@ -143,10 +143,12 @@ SCHEMES: dict[str, Arithmetic] = {
     "FA3's": FA3,
     "FA3's, 4 tiles of 128 to float32": replace(FA3, tile_n=128, accumulate_period=4),
 }
-# Of absorbed MLA: O of a CTA's keys is summed in the tensor cores' accumulators, which SM100's have in float32.
+# Of absorbed MLA: SM90 adds each key tile's sum in float32 with one row tile; with several, O of a CTA's keys is summed
+# in the tensor cores' accumulators, which SM100's have in float32.
 LATENT_SCHEMES: dict[str, Arithmetic] = {
     "16 bits (default)": WIDENED,
-    "e4m3, SM90": Arithmetic(tile_n=64, accumulate_period=0),
+    "e4m3, SM90, up to 64 rows": Arithmetic(tile_n=64, accumulate_period=1),
+    "e4m3, SM90, more rows": Arithmetic(tile_n=64, accumulate_period=0),
     "e4m3, SM100": Arithmetic(tile_n=64, accumulate_period=0, accumulator_bits=None),
 }
 # How much smaller a key head's keys and values are than another's, with which they may share a scale of the cache.

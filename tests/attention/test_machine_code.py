@@ -30,6 +30,8 @@ QUICK = (
 # Bytes of stack of a kernel that may be: the combine kernel has code for tasks of two widths, and spills four words of
 # the split range before a task.
 ALLOWED_STACK = {
+    # Stored and loaded once for a work tile.
+    ("sm_90a-mla16-fp8-e4m3", 0): 8,
     ("sm_90a-mla16-invariant-decode", 1): 16,
     **{(f"{arch}-hd192x128-fp8-packed-e4m3-many", 0): 8 for arch in ("sm_100a", "sm_103a")},
 }

@@ -86,10 +86,32 @@ MISTAKES = {
         ("halves of P are swapped", "lane // 16 * P_UNIT", "(1 - lane // 16) * P_UNIT"),
     ),
 }
+# Of O in two levels.
+TWO_LEVELS = mla(16, (288, 256), q_lens=(3, 1), kv_lens=(330, 70), page=16, fp8=True)
+MISTAKES_OF_TWO_LEVELS = {
+    mla_fp8_mma.Fp8MlaMmaConsumer: (
+        ("both warpgroups have the first columns", "self.group * parts)", "0 * parts)"),
+        (
+            "P is read before the other warpgroup has stored it",
+            "            self.begin_pv_shared(work, step - 1, tiles + step - 1)\n",
+            "",
+        ),
+        (
+            "K is released before S is there",
+            "            warpgroup.wait_group(0)\n            fence_operand(self.acc_S)\n",
+            "",
+        ),
+        (
+            "a part is left out",
+            "for part in cutlass.range_constexpr(self.config.value_parts):",
+            "for part in cutlass.range_constexpr(self.config.value_parts - 1):",
+        ),
+    ),
+}
 QUICK = ("keys before the window stay", "no fence behind Q")
 
 
-def run(index: int, case: Case = CASE) -> None:
+def run(index: int, case: Case = CASE, value_parts: int = 0) -> None:
     """A case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
     class Fresh(Fp8Mla):
@@ -98,28 +120,31 @@ def run(index: int, case: Case = CASE) -> None:
             return toolkit.compiled(Fp8MlaForward(key), fake_args(key, fake_mla_tensors(key)), target.arch, "")
 
     problem, target = case.problem(), replace(from_arch("sm_90a"), sm_count=1)
-    kernel = Fresh(problem.spec, target, Workspace(torch.device("cpu")), replace(CONFIG, scores_first=True))
+    config = replace(CONFIG, scores_first=True, value_parts=value_parts)
+    kernel = Fresh(problem.spec, target, Workspace(torch.device("cpu")), config)
     result, _ = launched(kernel, problem, "sm_90a", sms=1, schedule=SCHEDULES[index], seed=index)
-    fp8_attention.judge(result, problem, arithmetic_of(CONFIG), FLIPPED_PART)
+    fp8_attention.judge(result, problem, arithmetic_of(config), FLIPPED_PART)
 
 
-def run_twice(case: Case) -> None:
+def run_twice(case: Case, value_parts: int = 0) -> None:
     """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
     for index in (1, 0):
-        run(index, case)
+        run(index, case, value_parts)
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("case", [CASE, QUANTISED], ids=["bf16", "e4m3"])
-def test_right_without_a_mistake(case: Case) -> None:
-    run(1, case)
+@pytest.mark.parametrize(
+    ("case", "value_parts"), [(CASE, 0), (QUANTISED, 0), (TWO_LEVELS, 2)], ids=["bf16", "e4m3", "two-levels"]
+)
+def test_right_without_a_mistake(case: Case, value_parts: int) -> None:
+    run(1, case, value_parts)
 
 
 @pytest.mark.parametrize(
     ("right", "mistake"),
     [
         pytest.param(right, mistake, id=mistake[0], marks=() if mistake[0] in QUICK else (pytest.mark.full,))
-        for right, mistakes in MISTAKES.items()
+        for right, mistakes in (*MISTAKES.items(), *MISTAKES_OF_TWO_LEVELS.items())
         for mistake in mistakes
     ],
 )
@@ -132,5 +157,8 @@ def test_a_mistake_is_found(
         spoil_methods(right, wrong, monkeypatch)
     else:
         monkeypatch.setattr(mla_fp8_mma, right.__name__, getattr(wrong, right.__name__))
+    case, value_parts = QUANTISED if right is fp8_queries.QuantizedMlaQueries else CASE, 0
+    if mistake in MISTAKES_OF_TWO_LEVELS.get(right, ()):
+        case, value_parts = TWO_LEVELS, 2
     with pytest.raises((AssertionError, EmulatorError)):
-        run_twice(QUANTISED if right is fp8_queries.QuantizedMlaQueries else CASE)
+        run_twice(case, value_parts)

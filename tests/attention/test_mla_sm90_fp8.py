@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from dsl_backend.attention import dispatch
+from dsl_backend.attention.cute.mla_configs import ROWS
+from dsl_backend.attention.cute.sm90 import mla_fp8_configs
 from dsl_backend.attention.cute.sm90.mla_fp8_configs import Fp8MlaConfig, default_fp8_mla_config, fp8_mla_variants
 from dsl_backend.attention.cute.sm90.mla_host import Fp8Mla, Fp8MlaSplitKV
 from dsl_backend.attention.spec import AttentionSpec
@@ -38,7 +40,7 @@ def arithmetic_of(config: Fp8MlaConfig) -> Arithmetic:
         tile_n=config.tile_n,
         p_offset=config.p_offset,
         rescale_threshold=config.rescale_threshold,
-        accumulate_period=0,
+        accumulate_period=1 if config.value_parts else 0,
     )
 
 
@@ -102,6 +104,13 @@ QUERIES = mla(
     fp8_q=True,
     why="quantised queries are copied; rows of 32 bytes, and a tile that is not full",
 )
+
+
+def two_levels(case: Case, **more: Any) -> Fp8MlaConfig:
+    """Small rings, and O in two levels."""
+    return replace(SMALL, value_parts=mla_fp8_configs.two_levels(case.spec), **{"scores_first": True} | more)
+
+
 OTHERS = (
     Run(
         mla(16, (320, 256), id="320", q_lens=(1, 2), kv_lens=(350, 70), split_q=True, fp8=True, why="another latent"),
@@ -143,6 +152,8 @@ OTHERS = (
         mla(16, id="nan", q_lens=(1, 4), kv_lens=(65, 150), nan_request=1, fp8=True, why="a NaN stays its request's"),
         "lazy",
     ),
+    *(Run(RAGGED, schedule, two_levels(RAGGED)) for schedule in SCHEDULES),
+    Run(WINDOW, "lazy", two_levels(WINDOW, scores_first=False)),
     *(Run(QUERIES, schedule) for schedule in ("lazy", "random")),
     *(Run(RAGGED, schedule) for schedule in ("eager", "lazy")),
     *(Run(CLUSTERS, schedule, replace(SMALL, cluster=2)) for schedule in ("eager", "random")),
@@ -153,6 +164,7 @@ QUICK = (
     Run(CLUSTERS, "lazy", replace(SMALL, cluster=2)),
     Run(WINDOW, "random"),
     Run(QUERIES, "eager"),
+    Run(replace(QUERIES, fp8_q=False, id="two-levels"), "random", two_levels(QUERIES)),
 )
 
 
@@ -278,6 +290,9 @@ def test_configs_fit(heads: int, dims: tuple[int, int]) -> None:
     found = [default_fp8_mla_config(spec), *fp8_mla_variants(spec, smem_bytes)]
     assert [config.objections(spec, smem_bytes) for config in found] == [[]] * len(found)
     assert len(set(found[1:])) == len(found) - 1 > 5
+    # Nobody loses the second level by tuning.
+    assert all(config.value_parts for config in found) or heads > ROWS
+    assert any(config.value_parts for config in found)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +313,9 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
     ("change", "reason"),
     [
         ({"tile_n": 48}, "tiles of 48 keys: a multiple of 32 is possible"),
-        ({"tile_n": 128}, "O, S and P take 240 registers: a thread has 232"),
+        ({"tile_n": 96}, "O, S and P take 252 registers: a thread has 232"),
+        ({"value_parts": 3}, "3 parts of 256 columns: a part has a multiple of 8"),
+        ({"value_parts": 0, "tile_n": 128}, "O, S and P take 240 registers: a thread has 232"),
         ({"stages": 1}, "1 stages of K: at least 2 are needed"),
         ({"stages": 3}, "bytes of shared memory: there are"),
         ({"dequant_stages": 1}, "1 fp8 stages"),
