@@ -283,7 +283,7 @@ class TiledKernel:
         v_load = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
         return DenseLoads(*q_load, *k_load, *v_load)
 
-    def load_op(self):
+    def load_op(self) -> Any:
         return cpasync.CopyBulkTensorTileG2SOp()
 
     def by_slice(self, values: cute.Tensor) -> cute.Tensor:

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 
-from dsl_backend.attention.cute.args import DenseKeyLoads, DenseLoads
+from dsl_backend.attention.cute.args import DenseLoads
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline, head_group_of, v_split_of
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -338,7 +338,7 @@ class LoadWarp:
 class KeyLoads:
     """What differs in load warps of K and V alone, of `DenseKeyLoads`: other warps load Q. Keys are not dequantized."""
 
-    def set_queries(self, kernel: Any, loads: DenseKeyLoads, sQ: cute.Tensor) -> None:
+    def set_queries(self, kernel: Any, loads: Any, sQ: cute.Tensor) -> None:
         self.stages = self.config.stages
 
     def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:

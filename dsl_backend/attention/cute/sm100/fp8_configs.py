@@ -106,7 +106,10 @@ def unserved(spec: AttentionSpec) -> list[str]:
         reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
     for name, dim, most in (("head size", spec.head_dim, MOST_DIM), ("value head size", spec.head_dim_v, MOST_DIM_V)):
         if dim % FP8_K_BLOCK or not 64 <= dim <= most:
-            reasons.append(f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {most}")
+            reasons.append(
+                f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {most}: O of 256 rows and two S of 128 "
+                "columns fill tensor memory"
+            )
     if spec.batch_invariant:
         # Decode converts the cache to 16 bits: a row's bits would depend on how many queries its request has.
         reasons.append("batch invariance: short queries have other products than long ones")

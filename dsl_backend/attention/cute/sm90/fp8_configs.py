@@ -172,7 +172,7 @@ FP8_LONG_QUERY = 4096
 def default_fp8_config(spec: AttentionSpec) -> Fp8Config:
     """The default for queries below FP8_LONG_QUERY tokens; with heads above 128 for all."""
     if is_wide(spec):
-        # Tiles of 128 keys fill 224 of 227 KB of shared memory, and registers. Not measured on a GPU.
+        # Tiles of 128 keys fill 225 of 227 KB of shared memory, and registers. Not measured on a GPU.
         return wide(spec, WIDE_TILES[-1])
     if spec.head_dim_v <= 64:
         return Fp8Config(groups=2, tile_n=128, stages=4, query_stages=2, ping_pong=True)

@@ -124,7 +124,7 @@ class Fp8Forward(Fp8Tiles, DenseForward):
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == LOAD_WARP:
-                load_warp = LoadWarp if self.loads_q else KeyLoadWarp
+                load_warp: Any = LoadWarp if self.loads_q else KeyLoadWarp
                 load_warp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
             if warp == SCHEDULER_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
