@@ -198,7 +198,14 @@ def run_twice(case: Case, config: Fp8Config) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("config", [CONFIG, IN_TURN, WIDE], ids=["overlap", "in-turn", "wide"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(CONFIG, id="overlap"),
+        pytest.param(IN_TURN, id="in-turn"),
+        pytest.param(WIDE, id="wide", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("case", [CASE, SOFTCAP, WIDE_FP8_QUERIES], ids=["window", "softcap", "fp8-queries"])
 def test_right_without_a_mistake(case: Case, config: Fp8Config) -> None:
     run(case, 1, config)

@@ -134,7 +134,12 @@ def run_twice(case: Case, value_parts: int = 0) -> None:
 
 @pytest.mark.rest
 @pytest.mark.parametrize(
-    ("case", "value_parts"), [(CASE, 0), (QUANTISED, 0), (TWO_LEVELS, 2)], ids=["bf16", "e4m3", "two-levels"]
+    ("case", "value_parts"),
+    [
+        pytest.param(CASE, 0, id="bf16"),
+        pytest.param(QUANTISED, 0, id="e4m3"),
+        pytest.param(TWO_LEVELS, 2, id="two-levels", marks=pytest.mark.full),
+    ],
 )
 def test_right_without_a_mistake(case: Case, value_parts: int) -> None:
     run(1, case, value_parts)
