@@ -72,7 +72,7 @@ def simulated(
         kept: list[Recorded] = pickle.loads(file.read_bytes())
         return kept
     arch = f"{chip.arch}a"
-    clock = ClockMachine(arch, chip.sms, chip=chip.name, samples=samples, faulty=faulty)
+    clock = ClockMachine(arch, chip.sms, chip=chip.name, samples=samples, faulty=faulty, timed=False)
     with emulator.device(arch, sms=chip.sms, schedule="clock", machine=clock, keep_findings=faulty):
         prepared()()
     found = [light(one) for one in clock.recorded]
@@ -84,9 +84,9 @@ def simulated(
 
 def kept_name(row: Measured, ours: bool | None) -> str:
     beside = "-dsl" if ours and row.operator in RUNS else ""
-    # Hopper's chips run the same kernels in the same way.
-    arch = "" if CHIPS[row.chip].arch == "sm_90" else f"-{CHIPS[row.chip].arch}"
-    return f"{row.operator}-{row.row}{arch}{beside}.pickle"
+    # Hopper's chips run the same kernels in the same way. Blackwell's differ in SMs, or in what kernels choose.
+    chip = "" if CHIPS[row.chip].arch == "sm_90" else f"-{row.chip}"
+    return f"{row.operator}-{row.row}{chip}{beside}.pickle"
 
 
 def light(one: Recorded) -> Recorded:
@@ -209,7 +209,7 @@ def spread(errors: Sequence[tuple[float, float]], which: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clock", description=__doc__)
-    parser.add_argument("--chip", default="H200", choices=("B200", "H100", "H200"), help="that took the times")
+    parser.add_argument("--chip", default="H200", choices=tuple(CHIPS), help="that took the times")
     parser.add_argument("--rows", default="", metavar="REGEX", help="which rows, by operator and name (default: all)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="for what the warps did")
     parser.add_argument("--kept", action="store_true", help="only the rows that are in the folder of --keep")

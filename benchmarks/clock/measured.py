@@ -40,11 +40,12 @@ class Measured:
         return f"{self.operator} {self.row}"
 
 
-def published(operator: str, row: str, teraflops: float, source: str, samples: int = 1) -> Measured:
-    """A figure in TFLOP/s that others published for a B200."""
-    return Measured(
-        operator, row, round(flops(operator, row) / teraflops * 1e-6, 2), samples, chip="B200", source=source
-    )
+def published(
+    operator: str, row: str, teraflops: float, source: str, samples: int = 1, *, chip: str = "B200"
+) -> Measured:
+    """A figure in TFLOP/s that others published."""
+    us = round(flops(operator, row) / teraflops * 1e-6, 2)
+    return Measured(operator, row, us, samples, chip=chip, source=source)
 
 
 MEASURED = (
@@ -108,6 +109,21 @@ PUBLISHED = (
     published("quack-gemm", "8192x8192x8192", 1233, "quack #82"),
     published("quack-gemm", "16384x16384x16384", 1225, "quack #82"),
 )
+# FlashAttention-4's forward on other chips, in NVIDIA/cudnn-frontend's benchmark/sdpa_benchmark_training/results. A figure
+# is TFLOP/s, of the file of 2026-07-24 for GB200 and GB300, and of 2026-06-04 for B300.
+CUDNN_FRONTEND = "cudnn-frontend's benchmark"
+SUPERCHIPS = (
+    ("hd128-h64x8-2x2k", 1, {"GB200": 1108, "GB300": 1916}),
+    ("hd128-h64x8-2x4k", 1, {"GB200": 1203, "GB300": 2047}),
+    ("hd128-h64x8-2x2k-causal", 8, {"GB200": 1066, "GB300": 1291}),
+    ("hd192v128-h128-2x2k", 1, {"GB200": 1503, "GB300": 1755}),
+    ("hd192v128-h128-2x2k-causal", 8, {"GB200": 1112, "GB300": 1262}),
+)
+ON_SUPERCHIPS = tuple(
+    published("flash", row, figures[chip], CUDNN_FRONTEND, samples, chip=chip)
+    for chip in ("GB200", "GB300")
+    for row, samples, figures in SUPERCHIPS
+)
 # Kernels of others for Hopper. Causal rows have CTAs of many lengths, so more of them are simulated.
 ON_HOPPER = (
     ("flash", "hd128-h16-16x1k", 1),
@@ -159,7 +175,7 @@ def on_hopper(path: Path = PEERS_ON_HOPPER) -> tuple[Measured, ...]:
     )
 
 
-ROWS = MEASURED + on_hopper() + PUBLISHED
+ROWS = MEASURED + on_hopper() + PUBLISHED + ON_SUPERCHIPS
 # Nobody published these: for `--beside` alone.
 UNTIMED = tuple(
     Measured(operator, row, 0.0, samples, chip="B200", source="nobody")

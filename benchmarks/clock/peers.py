@@ -23,7 +23,8 @@ PAGE = 128  # keys of a page, where keys are paged: the tile of FlashAttention's
 Run = Callable[[], None]
 
 ATTENTION = re.compile(
-    r"hd(?P<dim>\d+)(v(?P<dim_v>\d+))?-h(?P<heads>\d+)-(?P<batch>\d+)x(?P<length>\d+)k(?P<causal>-causal)?"
+    r"hd(?P<dim>\d+)(v(?P<dim_v>\d+))?-h(?P<heads>\d+)(x(?P<heads_kv>\d+))?-(?P<batch>\d+)x(?P<length>\d+)k"
+    r"(?P<causal>-causal)?"
 )
 DECODE = re.compile(
     r"hd(?P<dim>\d+)-h(?P<heads>\d+)x(?P<heads_kv>\d+)-b(?P<batch>\d+)-k(?P<length>\d+)k-q(?P<queries>\d+)"
@@ -46,8 +47,9 @@ def sizes(pattern: re.Pattern[str], row: str) -> dict[str, int]:
     }
     if "length" in given:
         given["length"] *= 1024
-    if "dim_v" in given:
-        given["dim_v"] = given["dim_v"] or given["dim"]
+    for optional, default in (("dim_v", "dim"), ("heads_kv", "heads")):
+        if optional in given:
+            given[optional] = given[optional] or given[default]
     return given
 
 
@@ -81,13 +83,18 @@ def flops(operator: str, row: str) -> float:
     raise KeyError(operator)
 
 
+def packed_shapes(one: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+    """Of queries, keys and values of a row of ATTENTION: (batch, length, heads, size of a head)."""
+    heads = (one["heads"], one["dim"]), (one["heads_kv"], one["dim"]), (one["heads_kv"], one["dim_v"])
+    return tuple((one["batch"], one["length"], count, dim) for count, dim in heads)
+
+
 def flash(row: str) -> Run:
-    """FlashAttention-4's forward; as many heads of keys as of queries."""
+    """FlashAttention-4's forward."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     one = sizes(ATTENTION, row)
-    dims = one["dim"], one["dim"], one["dim_v"]
-    q, k, v = (given(one["batch"], one["length"], one["heads"], dim) for dim in dims)
+    q, k, v = (given(*shape) for shape in packed_shapes(one))
     return lambda: _flash_attn_fwd(q, k, v, causal=bool(one["causal"]))
 
 
@@ -96,8 +103,7 @@ def flash_fp8(row: str) -> Run:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     one = sizes(ATTENTION, row)
-    dims = one["dim"], one["dim"], one["dim_v"]
-    q, k, v = (normal_e4m3(one["batch"], one["length"], one["heads"], dim) for dim in dims)
+    q, k, v = (normal_e4m3(*shape) for shape in packed_shapes(one))
     return lambda: _flash_attn_fwd(q, k, v, causal=bool(one["causal"]))
 
 

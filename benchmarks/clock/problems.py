@@ -148,7 +148,7 @@ def packed(row: str, kv_dtype: torch.dtype) -> tuple[problems.Problem, Attention
     lengths = (one["length"],) * one["batch"]
     problem = problems.Problem(
         heads_q=one["heads"],
-        heads_kv=one["heads"],
+        heads_kv=one["heads_kv"],
         head_dim=one["dim"],
         head_dim_v=one["dim_v"],
         q_lens=lengths,

@@ -19,7 +19,7 @@ import torch
 PEERS = Path(__file__).resolve().parents[2] / os.environ.get("PEERS", ".peers")
 EXAMPLES = "cutlass_examples"  # in it, those of CUTLASS, which may be missing
 SMS = 4
-CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
+CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0), "sm_103a": (10, 3)}
 
 
 def ready(peers: Path) -> None:

@@ -127,6 +127,7 @@ class ClockMachine(Machine):
         chip: that the times are of; the one that stands for the arch if not given.
         samples: clusters of a grid that run; the others are taken to do as the nearest of them. 0: all of them do.
         faulty: launches with findings are timed too.
+        timed: whether launches are timed at once; else they are recorded alone, for `stream_of`.
 
     Attributes:
         recorded: the launches.
@@ -134,12 +135,19 @@ class ClockMachine(Machine):
     """
 
     def __init__(
-        self, arch: str, sms: int, *, chip: str | None = None, samples: int = SAMPLES, faulty: bool = False
+        self,
+        arch: str,
+        sms: int,
+        *,
+        chip: str | None = None,
+        samples: int = SAMPLES,
+        faulty: bool = False,
+        timed: bool = True,
     ) -> None:
         # Work is done at once, so that nobody waits: when it is done the replay finds out.
         super().__init__(arch, sms, "eager")
         self.chip = chip_of(arch, chip)
-        self.samples, self.faulty = samples, faulty
+        self.samples, self.faulty, self.timed = samples, faulty, timed
         self.recorded: list[Recorded] = []
         self.times: list[LaunchTime] = []
 
@@ -155,7 +163,8 @@ class ClockMachine(Machine):
                 continue
             recorded = recorded_of(run)
             self.recorded.append(recorded)
-            self.times.append(time_of(recorded, self.chip, before=self.times[-1] if self.times else None))
+            if self.timed:
+                self.times.append(time_of(recorded, self.chip, before=self.times[-1] if self.times else None))
 
     def _run(self, launch: Launch, overlap: Overlap | None = None) -> Run:
         run = super()._run(launch, overlap)

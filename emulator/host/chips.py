@@ -5,7 +5,7 @@ Sources: CUDA C++ Programming Guide, "Compute Capabilities" (limits); the number
 driver_types.h.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from emulator.errors import Unsupported
@@ -56,7 +56,9 @@ class Chip:
 
 HOPPER = Chip((9, 0), sms=132)
 BLACKWELL = Chip((10, 0), sms=148, l2_bytes=126 * KIB * KIB)
-CHIPS = MappingProxyType({"sm_90": HOPPER, "sm_90a": HOPPER, "sm_100": BLACKWELL, "sm_100a": BLACKWELL})
+BLACKWELL_ULTRA = replace(BLACKWELL, capability=(10, 3))
+_FAMILIES = {"sm_90": HOPPER, "sm_100": BLACKWELL, "sm_103": BLACKWELL_ULTRA}
+CHIPS = MappingProxyType({name + suffix: one for name, one in _FAMILIES.items() for suffix in ("", "a")})
 
 
 def chip(arch: str) -> Chip:

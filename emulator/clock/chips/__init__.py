@@ -7,12 +7,13 @@ from types import MappingProxyType
 from emulator.clock.chips.b200 import B200
 from emulator.clock.chips.b300 import B300
 from emulator.clock.chips.gb200 import GB200
+from emulator.clock.chips.gb300 import GB300
 from emulator.clock.chips.h100 import H100
 from emulator.clock.chips.h200 import H200
 from emulator.clock.constants import ChipClock
 from emulator.errors import Unsupported
 
-CHIPS: Mapping[str, ChipClock] = MappingProxyType({one.name: one for one in (H100, H200, B200, GB200, B300)})
+CHIPS: Mapping[str, ChipClock] = MappingProxyType({one.name: one for one in (H100, H200, B200, GB200, B300, GB300)})
 # What an arch stands for where nobody names a chip.
 DEFAULTS = MappingProxyType({"sm_90": "H200", "sm_100": "B200", "sm_103": "B300"})
 
