@@ -53,6 +53,7 @@ OF_LAUNCHES = (
     "hbm_terabytes",
     "hbm_efficiency",
     "l2_terabytes",
+    "l2_mebibytes",
 )
 EVERY = frozenset((*NAMES, *OF_TABLES, *OF_LAUNCHES)) - {"hbm_bytes", "l2_bytes"}
 

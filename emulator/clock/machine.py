@@ -2,7 +2,7 @@
 """The machine of `schedule="clock"`: checks a launch as the others do, records it, and says how long it takes."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -12,7 +12,6 @@ from emulator.clock import grid
 from emulator.clock.chips import chip_of
 from emulator.clock.constants import ChipClock
 from emulator.clock.grid import Footprint, Layout, Span
-from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD
 from emulator.clock.order import order_of
 from emulator.clock.places import Placed, Places
 from emulator.clock.registers import registers_of
@@ -21,13 +20,19 @@ from emulator.clock.spins import last_turns, releases_of, spins_of
 from emulator.clock.tables import Table, table_of
 from emulator.clock.traces import Recorder
 from emulator.core.program import Program
-from emulator.host.launch import Launch
+from emulator.host.launch import Launch, Region
 from emulator.machine.launch import Run
 from emulator.machine.machine import Machine
 from emulator.machine.overlap import Overlap
 
 SAMPLES = 3
-READS = frozenset((GLOBAL, LOAD, CP_ASYNC))
+
+
+Place = tuple[int, int]  # address and bytes of a region
+
+
+def place_of(region: Region) -> Place:
+    return region.address, region.bytes
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Recorded:
         places: in the grid, of the clusters that ran.
         classes: traces: [cluster][CTA][warp].
         requested: bytes that the whole grid asks of each of the launch's regions.
+        written: bytes of each region that it stores.
     """
 
     launch: Launch
@@ -46,14 +52,24 @@ class Recorded:
     places: tuple[int, ...]
     classes: list[list[list[WarpData]]] = field(repr=False)
     requested: list[float]
+    written: list[float]
 
     @property
-    def missing(self) -> list[float]:
-        """Of each region's bytes the part that comes from HBM: every byte does once in a launch."""
-        return [
-            min(1.0, region.bytes / asked) if asked else 0.0
+    def touched(self) -> dict[Place, float]:
+        """Bytes that the launch leaves in L2, by where their regions are."""
+        each = zip(self.launch.regions, self.requested, self.written, strict=True)
+        return {place_of(region): min(region.bytes, sum(some)) for region, *some in each if any(some)}
+
+    def missing(self, resident: Collection[Place] = ()) -> tuple[float, ...]:
+        """Of what the grid asks of each region the part that comes from HBM: every byte does once.
+
+        Args:
+            resident: regions that L2 has when the launch begins.
+        """
+        return tuple(
+            min(1.0, region.bytes / asked) if asked and place_of(region) not in resident else 0.0
             for region, asked in zip(self.launch.regions, self.requested, strict=True)
-        ]
+        )
 
     @property
     def instructions(self) -> list[int]:
@@ -78,6 +94,8 @@ class LaunchTime:
         placed: where its first clusters went.
         places: what is on the SMs when they have.
         before_ends: the cycle in which it knows that the launch before has ended.
+        missing: of what the grid asks of each region, the part that comes from HBM.
+        turn: how often the stream has launched the same before.
     """
 
     recorded: Recorded
@@ -95,6 +113,8 @@ class LaunchTime:
     placed: Placed = field(repr=False)
     places: Places = field(repr=False)
     before_ends: int
+    missing: tuple[float, ...]
+    turn: int
 
     def left(self) -> Places:
         """What is on the SMs from the launch on, and when it leaves.
@@ -105,7 +125,9 @@ class LaunchTime:
         ends = dict.fromkeys(counts, self.end)
         if layout.clusters == layout.first_turn and counts[0] < counts[-1]:
             fewest = replace(layout, crowd=counts[0], clusters=counts[0] * layout.groups)
-            taken = self.replays.taken(self.recorded, fewest, self.before_ends, active=layout.active)
+            taken = self.replays.taken(
+                self.recorded, fewest, self.before_ends, self.missing, active=layout.active
+            )
             first = min(self.end, self.begin + self.chip.microseconds(taken.cycles, taken.matrix))
             each = (self.end - first) / (counts[-1] - counts[0])
             ends = {count: first + (count - counts[0]) * each for count in counts}
@@ -177,9 +199,9 @@ def recorded_of(run: Run) -> Recorded:
     assert isinstance(recorder, Recorder)
     places = tuple(sorted(recorder.clusters))
     counts = grid.weights(run.grid_clusters, len(places))
-    requested = recorder.requested(zip(places, counts, strict=True), len(launch.regions), READS)
+    requested, written = recorder.traffic(zip(places, counts, strict=True), len(launch.regions))
     classes = [[[warp.whole() for warp in cta] for cta in recorder.clusters[place]] for place in places]
-    return Recorded(launch, run.program, run.shared_bytes, places, classes, requested)
+    return Recorded(launch, run.program, run.shared_bytes, places, classes, requested, written)
 
 
 def stream_of(launches: Iterable[Recorded], chip: ChipClock) -> list[LaunchTime]:
@@ -210,13 +232,39 @@ def time_of(
     known = 0.0 if before is None or not launch.programmatic else before.end + chip["dependent_us"]
     before_ends = max(0, round((known - begin) * chip.gigahertz * 1e3))
     replays = Replays(chip) if before is None or before.chip is not chip else before.replays
-    taken = replays.taken(recorded, layout, before_ends, shortest)
+    turn = turn_of(recorded, before)
+    missing = recorded.missing(resident(turn, chip, before))
+    taken = replays.taken(recorded, layout, before_ends, missing, shortest)
     released, end = (begin + chip.microseconds(cycles, taken.matrix) for cycles in (taken.released, taken.cycles))
     complete = end if before is None else max(end, before.complete)
     return LaunchTime(
         recorded, chip, layout, taken.cycles, begin, released, end, complete, taken.replayed, before, replays,
-        footprint, placed, places, before_ends,
+        footprint, placed, places, before_ends, missing, turn,
     )  # fmt: skip
+
+
+def turn_of(recorded: Recorded, before: LaunchTime | None) -> int:
+    """How often the same was launched before."""
+    while before is not None and before.recorded is not recorded:
+        before = before.before
+    return 0 if before is None else before.turn + 1
+
+
+def resident(turn: int, chip: ChipClock, before: LaunchTime | None) -> set[Place]:
+    """Regions that L2 has when a launch begins: those that the last launches in front of it touched, while they fit.
+
+    Of a launch that touched more than fits nothing is left, and nothing of those before it. A stream that launches the same again is taken to have other tensors in each of its turns, as benchmarks have it.
+    """
+    found: set[Place] = set()
+    room = chip["l2_mebibytes"] * 2**20
+    while before is not None and before.turn == turn:
+        more = {place: size for place, size in before.recorded.touched.items() if place not in found}
+        room -= sum(more.values())
+        if room < 0:
+            break
+        found |= more.keys()
+        before = before.before
+    return found
 
 
 def start_of(launch: Launch, chip: ChipClock, before: LaunchTime | None) -> tuple[float, Places]:
@@ -269,13 +317,14 @@ class Replays:
     def __init__(self, chip: ChipClock) -> None:
         self.chip = chip
         self._ordered: dict[int, tuple[Recorded, Recorded, Table]] = {}
-        self._kept: dict[tuple[int, Layout, float, int], Taken] = {}
+        self._kept: dict[tuple[int, Layout, float, int, tuple[float, ...]], Taken] = {}
 
     def taken(
         self,
         recorded: Recorded,
         layout: Layout,
         before_ends: int,
+        missing: tuple[float, ...],
         shortest: int = 1 << 62,
         *,
         active: float | None = None,
@@ -284,23 +333,30 @@ class Replays:
 
         Args:
             before_ends: the cycle from which on a wait for the launch before returns.
+            missing: of what the grid asks of each region, the part that comes from HBM.
             shortest: waits from so many cycles on are kept for a timeline.
             active: SMs at work; the layout's if not given.
         """
         if not before_ends or shortest < 1 << 62:
-            return self._replayed(recorded, layout, before_ends, shortest, active)
+            return self._replayed(recorded, layout, before_ends, missing, shortest, active)
         # Once all warps wait, it does not matter for how long.
-        long = math.ceil(self._replayed(recorded, layout, 0, shortest, active).cycles)
+        long = math.ceil(self._replayed(recorded, layout, 0, missing, shortest, active).cycles)
         if before_ends <= long:
-            return self._replayed(recorded, layout, before_ends, shortest, active)
-        taken = self._replayed(recorded, layout, long, shortest, active)
+            return self._replayed(recorded, layout, before_ends, missing, shortest, active)
+        taken = self._replayed(recorded, layout, long, missing, shortest, active)
         return taken.later(long, before_ends - long) if taken.cycles > long else taken
 
     def _replayed(
-        self, recorded: Recorded, layout: Layout, before_ends: int, shortest: int, active: float | None
+        self,
+        recorded: Recorded,
+        layout: Layout,
+        before_ends: int,
+        missing: tuple[float, ...],
+        shortest: int,
+        active: float | None,
     ) -> Taken:
         work = layout.active if active is None else active
-        key = (id(recorded), layout, work, before_ends)
+        key = (id(recorded), layout, work, before_ends, missing)
         if shortest == 1 << 62 and key in self._kept:
             return self._kept[key]
         if id(recorded) not in self._ordered:
@@ -312,14 +368,21 @@ class Replays:
         alike = max(counts) - min(counts) <= grid.ALIKE * max(counts)
         # CTAs that wait for others are timed one by one.
         timed = _alike if alike and not spins_of(recorded.program) else _different
-        taken = timed(ordered, table, self.chip, layout, work, shortest, before_ends)
+        taken = timed(ordered, table, self.chip, layout, work, missing, shortest, before_ends)
         if shortest == 1 << 62:
             self._kept[key] = taken
         return taken
 
 
 def _alike(
-    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, active: float, shortest: int, before_ends: int
+    recorded: Recorded,
+    table: Table,
+    chip: ChipClock,
+    layout: Layout,
+    active: float,
+    missing: tuple[float, ...],
+    shortest: int,
+    before_ends: int,
 ) -> Taken:
     """The SMs that have most clusters; where these are many, the last ones are taken to go on as those before."""
     slots = min(layout.slots, layout.per_group)
@@ -327,8 +390,7 @@ def _alike(
     launches = [number % len(recorded.classes) for number in range(turns)]
     constants = chip.of_replay(active)
     replayed = replay(
-        table, recorded.classes, launches, constants, recorded.missing, slots=slots, shortest=shortest,
-        before_ends=before_ends,
+        table, recorded.classes, launches, constants, missing, slots=slots, shortest=shortest, before_ends=before_ends,
     )  # fmt: skip
     released = int(replayed.releases.max())
     left = layout.per_group - turns
@@ -342,7 +404,14 @@ def _alike(
 
 
 def _different(
-    recorded: Recorded, table: Table, chip: ChipClock, layout: Layout, active: float, shortest: int, before_ends: int
+    recorded: Recorded,
+    table: Table,
+    chip: ChipClock,
+    layout: Layout,
+    active: float,
+    missing: tuple[float, ...],
+    shortest: int,
+    before_ends: int,
 ) -> Taken:
     """Each kind of cluster by itself, as many of it as run at the same time; then the grid.
 
@@ -356,8 +425,8 @@ def _different(
 
     def replayed(number: int, flags_from: int, known_from: int) -> Replayed:
         return replay(
-            table, recorded.classes, [number] * slots, constants, recorded.missing, slots=slots, shortest=shortest,
-            flags=flags, flags_from=flags_from, before_ends=known_from,
+            table, recorded.classes, [number] * slots, constants, missing, slots=slots, shortest=shortest, flags=flags,
+            flags_from=flags_from, before_ends=known_from,
         )  # fmt: skip
 
     def replays(known_from: int) -> list[Replayed]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from emulator.clock.notes import Noter, noter_of
+from emulator.clock.notes import CP_ASYNC, GLOBAL, LOAD, STORE, WRITES, Noter, noter_of
 from emulator.core.program import Program
 from emulator.ptx.ir import Instr
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from emulator.machine.runner import Runner
 
 EVENT = np.dtype([("index", "u4"), ("kind", "u2"), ("more", "u2"), ("a", "i8"), ("b", "i8"), ("c", "i8")], align=True)
+MEMORY = (GLOBAL, LOAD, STORE, CP_ASYNC)
 CAPACITY = 1 << 14  # instructions of a warp's turn, and more
 
 
@@ -74,18 +75,19 @@ class Recorder:
         ranks[runner.cta.rank].append(WarpTrace(self.noters))
         return ranks[runner.cta.rank][-1]
 
-    def requested(self, weights: Iterable[tuple[int, float]], regions: int, kinds: frozenset[int]) -> list[float]:
-        """Bytes that were asked of each region by events of some kinds.
+    def traffic(self, weights: Iterable[tuple[int, float]], regions: int) -> tuple[list[float], list[float]]:
+        """Bytes that clusters of the grid read of each region, and that they store.
 
         Args:
             weights: (cluster, how many clusters of the grid it stands for).
         """
-        found = np.zeros(regions)
+        read, written = np.zeros(regions), np.zeros(regions)
         for cluster, weight in weights:
             for warps in self.clusters[cluster]:
                 for warp in warps:
                     events = np.array(warp.events, EVENT)
-                    those = events[np.isin(events["kind"], list(kinds)) & (events["a"] >= 0)]
-                    reads = those[(those["kind"] != 1) | (those["c"] & 1 == 0)]
-                    np.add.at(found, reads["a"], weight * reads["b"])
-        return found.tolist()
+                    events = events[np.isin(events["kind"], MEMORY) & (events["a"] >= 0)]
+                    stores = (events["kind"] == STORE) | (events["kind"] == GLOBAL) & (events["c"] & WRITES == 1)
+                    np.add.at(read, events["a"][~stores], weight * events["b"][~stores])
+                    np.add.at(written, events["a"][stores], weight * events["b"][stores])
+        return read.tolist(), written.tolist()

@@ -71,6 +71,7 @@ HOPPER = {
     ),
     "matrix_clock": Known(0.78, "fitted: the clock's part that is left where tensor cores never rest"),
     "hbm_efficiency": Known(0.92, "fitted"),
+    "l2_mebibytes": Known(50, "data sheet"),
     "l2_terabytes": Known(
         12.3, "derived, at least: 352 MB in 28.7 us by an 8-bit GEMM of docs/data/h200-scaled-configs.jsonl"
     ),

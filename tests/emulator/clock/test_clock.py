@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The clock on kernels so small that their time can be told by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ptx_kernels import text
 
 from emulator.clock import grid, picture, report, timeline
 from emulator.clock.chips import CHIPS, chip_of
-from emulator.clock.machine import ClockMachine, time_of
+from emulator.clock.machine import ClockMachine, place_of, stream_of, time_of
 from emulator.clock.replay import REASONS
 from emulator.clock.spins import INDEX, NOT_TAKEN, last_turns, spins_of
 from emulator.errors import HostError, Unsupported
@@ -126,7 +128,7 @@ def test_a_copy_of_much_data_takes_what_memory_does():
     assert floor < time.microseconds < 1.25 * floor + CHIP["launch_us"] + 1
     assert "HBM" in report.bound(time)
     # The arrays need not begin with a sector.
-    assert sorted(time.recorded.missing) == pytest.approx([0, 1], abs=0.1)
+    assert sorted(time.missing) == pytest.approx([0, 1], abs=0.1)
 
 
 def test_all_clusters_or_some_of_them_take_the_same_time():
@@ -191,11 +193,30 @@ def test_a_tensor_that_is_read_twice_comes_from_hbm_once():
     data = data[-(data.ctypes.data // 8) % 4 :][: 64 * 2]
     loads = "\n".join(["ld.global.cg.u64 %rd5, [%rd5];"] * 64)
     time = clocked(f"ld.param.b64 %rd0, [p0];\nst.global.u64 [%rd0], %rd0;\nmov.u64 %rd5, %rd0;\n{loads}", data)
-    (missing,) = time.recorded.missing
-    assert missing == 0.5
+    assert time.missing == (0.5,)
     cycles = [time_of(time.recorded, CHIP.with_values(hbm_latency=value)).cycles for value in (600, 700)]
     # Nobody waits for the last one.
     assert cycles[1] - cycles[0] in (31 * 100, 32 * 100)
+
+
+def test_a_launch_finds_in_l2_what_the_one_before_it_touched():
+    """Unless it is more than L2 holds. The same launch again is one of other tensors."""
+    small, large = (np.zeros(size, np.uint8) for size in (1 << 20, 1 << 26))
+    first, other = (clocked(COPY, small, small, grid=256, block=256).recorded for _ in range(2))
+    sweep = clocked(COPY, large, large, grid=1 << 14, block=256, samples=1, shared_bytes=1024).recorded
+    again = replace(sweep)
+    assert sweep.touched == {place_of(sweep.launch.regions[0]): large.nbytes}
+
+    def found(*launches, chip=CHIP):
+        return [not any(one.missing) for one in stream_of(launches, chip)]
+
+    assert found(first, other, first, other) == [False, True, False, True]
+    assert found(first, sweep, other) == [False, False, False]
+    bigger = CHIP.with_values(l2_mebibytes=100)
+    assert found(first, sweep, other, chip=bigger) == [False, False, True]
+    # Of what the last two launches touched L2 keeps what the later one did.
+    assert found(sweep, first, other, again) == [False, False, True, False]
+    assert found(sweep, first, other, again, chip=bigger) == [False, False, True, True]
 
 
 PRODUCT = """
