@@ -4,6 +4,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from benchmarks.clock import __main__ as command
 from benchmarks.clock import on_chip, problems, softmax_configs
 from benchmarks.clock.configs import Ranking, rank_correlation, timed
 from benchmarks.clock.measured import MEASURED, ROWS, on_hopper
-from benchmarks.clock.peers import RUNS, flops, given, normal_e4m3
+from benchmarks.clock.peers import ATTENTION, RUNS, flops, given, normal_e4m3, packed_shapes, sizes
 from benchmarks.clock.problems import target_of
 from benchmarks.softmax.problems import spec_of
 from dsl_backend.attention.spec import Causality
@@ -29,7 +30,7 @@ BY_NAME = {row.name: row for row in MEASURED}
 def error(name):
     """The clock's time of a row against the GPU's."""
     row = BY_NAME[name]
-    times = [time_of(one, CHIPS[CHIP]) for one in command.recorded(row, None)]
+    times = command.clocked(command.recorded(row, None), CHIPS[CHIP])
     return sum(time.microseconds for time in times) / row.microseconds - 1
 
 
@@ -42,6 +43,55 @@ def test_a_row_stays_within_its_error(name):
 @pytest.mark.parametrize("name", ["linear held-out-deepseek-v2-lite-shared-640"])
 def test_a_gemm_stays_within_its_error(name):
     assert abs(error(name)) < 0.25
+
+
+@pytest.mark.rest
+def test_decode_stays_within_its_error():
+    """The quickest row of attention: it has two launches, as all of decode have."""
+    assert abs(error("decode hd128-h8x1-b8-k8k")) < 0.15
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("decode hd64-h64x8-b8-k8k", 0.1),
+        ("mla-decode h16-b8-k8k-q1", 0.15),
+        ("prefill hd128-h32x8-16x1k", 0.1),
+        ("mla-prefill h16-16x1k", 0.1),
+    ],
+)
+def test_attention_stays_within_its_error(name, most):
+    assert abs(error(name)) < most
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("chip", "most"), [("GB200", 10), ("GB300", 30)])
+def test_attention_on_a_superchip_stays_within_its_error(chip, most):
+    """In a process of its own, which believes that it has the chip."""
+    asked = [sys.executable, "-W", "ignore", "-m", "benchmarks.clock", "--chip", chip, "--rows", "^flash hd192.*2x2k$"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=600, check=False)
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith("| flash")]
+    assert abs(int(line.split("|")[4].strip().removesuffix("%"))) <= most, done.stderr
+
+
+def test_a_row_of_attention_may_have_fewer_heads_of_keys():
+    rows = [(row, sizes(ATTENTION, row)) for row in ("hd128-h64x8-2x2k", "hd192v128-h128-2x2k-causal")]
+    shapes = [packed_shapes(one) for _, one in rows]
+    assert shapes[0] == ((2, 2048, 64, 128), (2, 2048, 8, 128), (2, 2048, 8, 128))
+    assert shapes[1] == ((2, 2048, 128, 192), (2, 2048, 128, 192), (2, 2048, 128, 128))
+    for row, one in rows:
+        problem, spec = problems.packed(row, torch.bfloat16)
+        assert (problem.heads_q, problem.heads_kv) == (one["heads"], one["heads_kv"])
+        assert (spec.causality is Causality.CAUSAL) == bool(one["causal"])
+
+
+def test_every_blackwell_chip_has_its_own_file_of_a_row():
+    """Kernels take other configurations on it, or other grids; Hopper's chips run the same."""
+    row = next(one for one in ROWS if one.chip == "GB200")
+    names = {chip: command.kept_name(replace(row, chip=chip), ours=False) for chip in CHIPS}
+    assert names["H100"] == names["H200"]
+    assert len(set(names.values())) == len(CHIPS) - 1
 
 
 def test_a_quarter_of_the_rows_is_fitted():
