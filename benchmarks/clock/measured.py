@@ -109,8 +109,8 @@ PUBLISHED = (
     published("quack-gemm", "8192x8192x8192", 1233, "quack #82"),
     published("quack-gemm", "16384x16384x16384", 1225, "quack #82"),
 )
-# FlashAttention-4's forward on other chips, in NVIDIA/cudnn-frontend's benchmark/sdpa_benchmark_training/results. A figure
-# is TFLOP/s, of the file of 2026-07-24 for GB200 and GB300, and of 2026-06-04 for B300.
+# FlashAttention-4's forward in TFLOP/s, in files of 2026-07-24 of NVIDIA/cudnn-frontend's
+# benchmark/sdpa_benchmark_training/results: llama3.1 (64 query heads) and dsv3 (128), each for gb200 and gb300.
 CUDNN_FRONTEND = "cudnn-frontend's benchmark"
 SUPERCHIPS = (
     ("hd128-h64x8-2x2k", 1, {"GB200": 1108, "GB300": 1916}),

@@ -41,6 +41,11 @@ class WarpTrace:
         for left, note in zip(range(len(notes) - 1, -1, -1), notes, strict=True):
             self.events.append((index, note.kind, left, note.a, note.b, note.c))
 
+    def expired(self, index: int) -> None:
+        """A look at a barrier whose phase never ends, as a pipeline's for the stage behind its last: no wait."""
+        if self.events and self.events[-1][0] == index:
+            self.events.pop()
+
     def whole(self) -> tuple[NDArray[np.uint32], NDArray[np.void]]:
         entries = np.concatenate(self.entries) if self.entries else np.zeros(0, np.uint32)
         return entries, np.array(self.events, EVENT)

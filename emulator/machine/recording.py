@@ -21,6 +21,9 @@ class Trace(Protocol):
     def note(self, runner: Any, instr: Instr) -> None:
         """The machine is about to execute an instruction of a warp: a `Runner`."""
 
+    def expired(self, index: int) -> None:
+        """The warp goes on from a wait, its last instruction, although what it waited for has not come."""
+
 
 class Recorder(Protocol):
     """Of a launch."""

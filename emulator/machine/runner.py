@@ -161,6 +161,8 @@ class Runner:
         """End a wait that has a limit; False if there is none."""
         if self.wait is None or self.wait.expire is None:
             return False
+        if self.trace is not None:
+            self.trace.expired(self.index)
         self._finish(self.wait.expire)
         return True
 

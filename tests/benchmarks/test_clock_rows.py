@@ -66,7 +66,7 @@ def test_attention_stays_within_its_error(name, most):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("chip", "most"), [("GB200", 10), ("GB300", 30)])
+@pytest.mark.parametrize(("chip", "most"), [("GB200", 10), ("GB300", 20)])
 def test_attention_on_a_superchip_stays_within_its_error(chip, most):
     """In a process of its own, which believes that it has the chip."""
     asked = [sys.executable, "-W", "ignore", "-m", "benchmarks.clock", "--chip", chip, "--rows", "^flash hd192.*2x2k$"]

@@ -499,3 +499,11 @@ def test_a_wait_at_an_mbarrier_leaves_an_arrival_at_a_cluster_as_it_was():
     cycles = clocked(TWO_WARPS.format(first=first, other=other), block=64).cycles
     slow = 500 * CHIP["fma_latency"] + 3 * CHIP["cluster_barrier"]
     assert slow < cycles < slow + 150
+
+
+def test_a_look_at_a_phase_that_never_ends_is_no_wait():
+    """A pipeline looks for the stage behind its last one and does not ask again: the launch ends nevertheless."""
+    look = "mbarrier.try_wait.parity.shared.b64 %p3, [%r1], {parity};\n"
+    setup = f"mov.u32 %r1, shared;\nmov.u32 %r0, %tid.x;\nsetp.eq.u32 %p2, %r0, 0;\n{INIT}bar.sync 0;\n"
+    never, over = (clocked(f"{setup}{look.format(parity=parity)}{chain(50, dependent=True)}") for parity in (0, 1))
+    assert never.cycles == pytest.approx(over.cycles, abs=5)
