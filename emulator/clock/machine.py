@@ -125,9 +125,7 @@ class LaunchTime:
         ends = dict.fromkeys(counts, self.end)
         if layout.clusters == layout.first_turn and counts[0] < counts[-1]:
             fewest = replace(layout, crowd=counts[0], clusters=counts[0] * layout.groups)
-            taken = self.replays.taken(
-                self.recorded, fewest, self.before_ends, self.missing, active=layout.active
-            )
+            taken = self.replays.taken(self.recorded, fewest, self.before_ends, self.missing, active=layout.active)
             first = min(self.end, self.begin + self.chip.microseconds(taken.cycles, taken.matrix))
             each = (self.end - first) / (counts[-1] - counts[0])
             ends = {count: first + (count - counts[0]) * each for count in counts}
@@ -253,7 +251,8 @@ def turn_of(recorded: Recorded, before: LaunchTime | None) -> int:
 def resident(turn: int, chip: ChipClock, before: LaunchTime | None) -> set[Place]:
     """Regions that L2 has when a launch begins: those that the last launches in front of it touched, while they fit.
 
-    Of a launch that touched more than fits nothing is left, and nothing of those before it. A stream that launches the same again is taken to have other tensors in each of its turns, as benchmarks have it.
+    Of a launch that touched more than fits nothing is left, and nothing of those before it. A stream that launches the
+    same again is taken to have other tensors in each of its turns, as benchmarks have it.
     """
     found: set[Place] = set()
     room = chip["l2_mebibytes"] * 2**20
