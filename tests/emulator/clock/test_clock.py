@@ -13,6 +13,7 @@ from emulator.clock.machine import ClockMachine, place_of, stream_of, time_of
 from emulator.clock.replay import REASONS
 from emulator.clock.spins import INDEX, NOT_TAKEN, last_turns, spins_of
 from emulator.errors import HostError, Unsupported
+from emulator.host.chips import chip as emulated
 from emulator.host.launch import Launch, Parameter, Region
 from emulator.machine.launch import load
 
@@ -201,18 +202,21 @@ def test_a_tensor_that_is_read_twice_comes_from_hbm_once():
 
 def test_a_launch_finds_in_l2_what_the_one_before_it_touched():
     """Unless it is more than L2 holds. The same launch again is one of other tensors."""
-    small, large = (np.zeros(size, np.uint8) for size in (1 << 20, 1 << 26))
-    first, other = (clocked(COPY, small, small, grid=256, block=256).recorded for _ in range(2))
-    sweep = clocked(COPY, large, large, grid=1 << 14, block=256, samples=1, shared_bytes=1024).recorded
+    small, large = (np.zeros(size, np.uint8) for size in (1 << 16, 1 << 22))
+    first, other = (clocked(COPY, small, small, grid=16, block=256).recorded for _ in range(2))
+    sweep = clocked(COPY, large, large, grid=1 << 10, block=256, samples=1, shared_bytes=1024).recorded
     again = replace(sweep)
+    target = np.zeros_like(small)
+    copied = clocked(COPY, small, target, grid=16, block=256).recorded
+    assert sorted(copied.touched.values()) == [small.nbytes, target.nbytes]
     assert sweep.touched == {place_of(sweep.launch.regions[0]): large.nbytes}
 
-    def found(*launches, chip=CHIP):
+    def found(*launches, chip=CHIP.with_values(l2_mebibytes=2)):
         return [not any(one.missing) for one in stream_of(launches, chip)]
 
     assert found(first, other, first, other) == [False, True, False, True]
     assert found(first, sweep, other) == [False, False, False]
-    bigger = CHIP.with_values(l2_mebibytes=100)
+    bigger = CHIP.with_values(l2_mebibytes=8)
     assert found(first, sweep, other, chip=bigger) == [False, False, True]
     # Of what the last two launches touched L2 keeps what the later one did.
     assert found(sweep, first, other, again) == [False, False, True, False]
@@ -393,7 +397,9 @@ def test_chips_are_of_their_architecture():
         chip_of("sm_100a", "H200")
     with pytest.raises(Unsupported, match="it has H100, H200"):
         chip_of("sm_80")
+    assert (chip_of("sm_103a").name, emulated("sm_103a").capability) == ("B300", (10, 3))
     for chip in CHIPS.values():
+        assert emulated(chip.arch).sms <= chip.sms
         assert all(known.source for known in chip.constants.values())
 
 
