@@ -211,12 +211,13 @@ def test_a_launch_finds_in_l2_what_the_one_before_it_touched():
     assert sorted(copied.touched.values()) == [small.nbytes, target.nbytes]
     assert sweep.touched == {place_of(sweep.launch.regions[0]): large.nbytes}
 
-    def found(*launches, chip=CHIP.with_values(l2_mebibytes=2)):
+    tiny, bigger = (CHIP.with_values(l2_mebibytes=size) for size in (2, 8))
+
+    def found(*launches, chip=tiny):
         return [not any(one.missing) for one in stream_of(launches, chip)]
 
     assert found(first, other, first, other) == [False, True, False, True]
     assert found(first, sweep, other) == [False, False, False]
-    bigger = CHIP.with_values(l2_mebibytes=8)
     assert found(first, sweep, other, chip=bigger) == [False, False, True]
     # Of what the last two launches touched L2 keeps what the later one did.
     assert found(sweep, first, other, again) == [False, False, True, False]
