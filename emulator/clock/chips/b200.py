@@ -37,7 +37,7 @@ BLACKWELL = {name: Known(known.value, f"as H100: {known.source}") for name, know
     "commit_latency": Known(16, "derived from umma: what a chain takes beyond its intervals, less what an MMA takes"),
     "hbm_terabytes": Known(8.0, "data sheet"),
     "hbm_efficiency": Known(0.9, "tma: 7.1 to 7.2 TB/s from 64 KB in flight for each SM"),
-    "l2_mebibytes": Known(126, "what a B200's driver says (cudaDevAttrL2CacheSize)"),
+    "l2_mebibytes": Known(126, "published size of a B200's L2; not checked on one"),
     "l2_terabytes": Known(
         11.4, "DeepGEMM plans with 6.15 KB a cycle; at this chip's clock, where DeepGEMM has 1.3 GHz"
     ),
