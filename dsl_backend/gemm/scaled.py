@@ -98,6 +98,11 @@ class ScaledGemmSpec(GemmSpec):
         return False
 
     @property
+    def promoted(self) -> bool:
+        """Whether sums over each 128 columns are scaled and added in float32 behind the matrix products."""
+        return self.x.blocked and not self.x.swizzled
+
+    @property
     def out_scale_given(self) -> bool:
         """Whether the output's scale is an input."""
         return self.out is not None and self.out.one_scale

@@ -12,7 +12,7 @@ from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.scaled import QUANTISED_BESIDE, ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
-from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig, ScaledSmallMConfig
+from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig, PromotedSmallMConfig, ScaledSmallMConfig
 from dsl_backend.linear.scaled.cute.host import run_both
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.cute import host as quantising
@@ -28,6 +28,7 @@ from dsl_backend.quant.reference import (
     unpacked_e2m1,
     unswizzled,
 )
+from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.scaled import (
@@ -42,6 +43,7 @@ from dsl_backend.testing.scaled import (
     tensors,
 )
 
+ARCH = "sm_100a"
 SMEM_BYTES = 227 * 1024
 SMS = 4
 
@@ -209,31 +211,50 @@ def check_blocks(case: ScaledCase, found: Quantized, budget: Budget) -> None:
     assert not wrong.any(), f"{case}: {int(wrong.sum())} of {wrong.numel()} values are wrong"
 
 
-def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
-    """Compile, run on the emulator, judge; any finding or warning raises."""
+def prepared(one: Emulated) -> Callable[[], None]:
+    """A call of a case's kernels on the device that is active, to be repeated.
+
+    It compiles them once, and raises AssertionError where an output is wrong or a flag was left set.
+    """
     case, spec = one.case, one.case.spec
     given, meant, alpha = operands_of(case)
     budget = budget_of(case, meant)
     assert one.config.objections(one.products, SMEM_BYTES) == []
-    out, out_scale, out_global = outputs(case, spec, given.out_scale, budget)
-    matrices = given.x.values, given.x.scale, given.weight.values, given.weight.scale
-    operands = ScaledOperands(*matrices, given.bias, out, out_scale, alpha, out_global)
     workspace = Workspace(torch.device("cpu"))
-    with emulator.device(arch="sm_100a", sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
-        key = scaled_host.key_of(one.products, one.config, spec.column_major)
-        function = scaled_host.build(scaled_configs.kernel(key), key, from_arch("sm_100a"))
+    target = from_arch(ARCH)
+    built: list[Function] = []
+
+    def run() -> None:
+        if not built:
+            key = scaled_host.key_of(one.products, one.config, spec.column_major)
+            built.append(scaled_host.build(scaled_configs.kernel(key), key, target))
+            if one.products.wide:
+                assert spec.out is not None
+                built.append(quantising.build(spec.out, target))
+        # A launch that was stopped in the middle leaves flags as they were there.
+        workspace.reset()
+        out, out_scale, out_global = outputs(case, spec, given.out_scale, budget)
+        matrices = given.x.values, given.x.scale, given.weight.values, given.weight.scale
+        operands = ScaledOperands(*matrices, given.bias, out, out_scale, alpha, out_global)
         if one.products.wide:
-            assert spec.out is not None
-            second = quantising.build(spec.out, from_arch("sm_100a"))
-            run_both(function, second, one.config, one.sms, workspace, operands)
+            run_both(built[0], built[1], one.config, one.sms, workspace, operands)
         else:
-            scaled_host.run(function, one.config, operands, one.sms, workspace)
-    assert not workspace.flags(0).any(), "a flag was left set"
-    if spec.out is not None and spec.out.swizzled:
-        assert out_scale is not None
-        check_blocks(case, Quantized(out, out_scale, spec.out), budget)
-    else:
-        check_outputs(case, Outputs(out, out_scale), budget)
+            scaled_host.run(built[0], one.config, operands, one.sms, workspace)
+        assert not workspace.flags(0).any(), "a flag was left set"
+        if spec.out is not None and spec.out.swizzled:
+            assert out_scale is not None
+            check_blocks(case, Quantized(out, out_scale, spec.out), budget)
+        else:
+            check_outputs(case, Outputs(out, out_scale), budget)
+
+    return run
+
+
+def emulate(one: Emulated, schedule: str, seed: int = 0) -> emulator.Device:
+    """Compile, run on the emulator, judge; any finding or warning raises."""
+    run = prepared(one)
+    with emulator.device(arch=ARCH, sms=one.sms, schedule=schedule, seed=seed, strict=True) as device:
+        run()
     return device
 
 
@@ -253,6 +274,7 @@ SCALED_128 = BlockScaledConfig(box_n=128, stages=2)
 
 FEW = ScaledSmallMConfig(tokens=16, stages=2)
 FEW_32 = ScaledSmallMConfig(tokens=32, stages=2)
+FEW_PROMOTED = PromotedSmallMConfig(tokens=16, stages=2)
 
 CASES = [
     Emulated(id="rows", why="all edges ragged; scales of rows and channels", case=PLAIN, config=ONE_CTA),
@@ -527,6 +549,46 @@ CASES = [
         config=replace(FEW_32, tokens=64, stages=3),
         sms=2,
     ),
+    Emulated(
+        id="few-blocks",
+        why="all edges ragged; more groups than accumulators; CTAs share tiles; a bias",
+        case=replace(PLAIN, rows=13, n=528, bias=True, **BLOCKED),
+        config=FEW_PROMOTED,
+    ),
+    Emulated(
+        id="few-blocks-gated",
+        why="scales of gate and up, whose rows begin within a block; two rows of tiles; row-major scales, e4m3",
+        case=replace(GATED, rows=37, n=192, k=400, row_major=True, to="e4m3-tensor", **BLOCKED),
+        config=replace(FEW_PROMOTED, tokens=32, stages=3),
+        sms=3,
+    ),
+    Emulated(
+        id="few-blocks-interleaved",
+        why="a box of gate rows has two scales; powers of two; 48 tokens; float32, quantised by another launch",
+        case=replace(GATED, rows=60, n=144, k=272, interleaved=True, to="e4m3-1x128", **POWERS),
+        config=replace(FEW_PROMOTED, tokens=48),
+        sms=2,
+    ),
+    Emulated(
+        id="few-blocks-128",
+        why="two warpgroups, each with the scales of its tokens; two accumulators; float16",
+        case=replace(PLAIN, rows=150, n=272, k=656, dtype=torch.float16, **BLOCKED),
+        config=replace(FEW_PROMOTED, tokens=128),
+        sms=3,
+    ),
+    Emulated(
+        id="few-blocks-split",
+        why="a cluster for each tile, each CTA with a part of k; one row",
+        case=replace(PLAIN, rows=1, n=272, **BLOCKED),
+        config=replace(FEW_PROMOTED, num_splits=2),
+        sms=4,
+    ),
+    Emulated(
+        id="few-blocks-special",
+        why="scales that are NaN, infinite, 0 and denormal",
+        case=replace(PLAIN, rows=14, n=144, special=True, special_weights=True, **BLOCKED),
+        config=FEW_PROMOTED,
+    ),
 ]
 
 
@@ -577,11 +639,10 @@ def random_few(seed: int) -> Emulated:
     if draw.random() < 0.5:
         case = replace(random_mma(draw, case), to="" if case.to == "e4m3-row" else case.to)
         tokens = draw.choice((32, 64))
-    elif scaled_format(case.x).blocked:
-        case = replace(case, x="e4m3-row", weight="e4m3-row", row_major=False)
     if case.k > 256 and draw.random() < 0.3 and tokens < 128 and not case.spec.x.swizzled:
         num_splits = 2
-    config = ScaledSmallMConfig(tokens=tokens, stages=draw.randint(2, 4), num_splits=num_splits)
+    kind = PromotedSmallMConfig if case.spec.promoted else ScaledSmallMConfig
+    config = kind(tokens=tokens, stages=draw.randint(2, 4), num_splits=num_splits)
     # Clusters run all at once.
     sms = 12 if num_splits > 1 else draw.choice((2, 3, 5))
     return Emulated(id=f"few-fuzz-{seed}", why="unforeseen combinations", case=case, config=config, sms=sms)

@@ -42,11 +42,13 @@ SCHEDULES = ("eager", "lazy", "random")
 FUZZED, FUZZED_IN_REST, FUZZED_IN_FULL = 1, 5, 45
 # One of each kernel, and what shares its pipelines with a second CTA.
 QUICK = ("two-cta", "mxfp8-gated", "nvfp4-two-cta", "blocks-gated", "nvfp4-to-nvfp4")
+# Of the kernel for few rows with scales of blocks, whose other cases take 2 to 8 s each.
+LONG = tuple(one.id for one in CASES if one.id.startswith("few-blocks") and one.id != "few-blocks-gated")
 
 
 def marks_of(one: Emulated, place: int) -> tuple[pytest.MarkDecorator, ...]:
     """Each case under one schedule; under the others where there is time."""
-    if place % len(SCHEDULES):
+    if place % len(SCHEDULES) or one.id in LONG:
         return (pytest.mark.full,)
     return () if one.id in QUICK else (pytest.mark.rest,)
 

@@ -19,6 +19,9 @@ ACC_STAGES = 2  # accumulators in tensor memory: a tile's epilogue runs while th
 MMA_WARP, LOAD_WARP, SINGLE_WARPS = 0, 1, 2
 MOST_COLUMNS = 32  # of each box in an epilogue thread's registers
 MOST_TOKENS = 64  # of an epilogue thread, for two boxes
+PROMOTED_ACC_STAGES = 4
+PROMOTED_TOKENS = 16  # of each box, that an epilogue thread has in registers beside its sums
+SCALE_BUFFERS = 2  # of an epilogue warp, for x's scales of a stage
 FACTOR_ROWS = 32  # rows whose scale factors lie in a column of tensor memory
 # setmaxnreg: where two warpgroups store, ptxas spilled 32 to 64 bytes of an equal share of 168.
 EPILOGUE_REGISTERS, OTHER_REGISTERS = 216, 72
@@ -231,8 +234,13 @@ class SmallMConfig(SmallMTiles):
         return 2 * self.tokens // self.groups
 
     @property
+    def acc_stages(self) -> int:
+        """Accumulators of both boxes in tensor memory."""
+        return ACC_STAGES
+
+    @property
     def tmem_columns(self) -> int:
-        return allocated(ACC_STAGES * 2 * self.tokens)
+        return allocated(self.acc_stages * 2 * self.tokens)
 
     def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
         reasons = []
@@ -250,6 +258,11 @@ class ScaledSmallMConfig(SmallMConfig):
 
     tile_k: int = BLOCK_BYTES
 
+    @property
+    def promotes(self) -> bool:
+        """Whether products of each 128 columns are summed in registers."""
+        return False
+
     def factor_bytes(self, spec: ScaledGemmSpec) -> int:
         """Of a stage: 512 bytes for each 128 rows and 4 blocks of k, of x and of both boxes."""
         if not spec.x.swizzled:
@@ -260,7 +273,7 @@ class ScaledSmallMConfig(SmallMConfig):
     @property
     def factor_column(self) -> int:
         """The first column of scale factors."""
-        return ACC_STAGES * 2 * self.tokens
+        return self.acc_stages * 2 * self.tokens
 
     def tmem_columns_of(self, factor_columns: int) -> int:
         return allocated(self.factor_column + factor_columns)
@@ -274,8 +287,8 @@ class ScaledSmallMConfig(SmallMConfig):
         reasons = []
         if self.tile_k != BLOCK_BYTES:
             reasons.append(f"tile_k {self.tile_k} is not {BLOCK_BYTES} bytes")
-        if spec.weight.blocked and not spec.x.swizzled:
-            reasons.append(f"weights are {spec.weight}: the products of few rows are not promoted")
+        if spec.promoted != self.promotes:
+            reasons.append(f"weights are {spec.weight}: a kernel of their own promotes products, and no others")
         if spec.out is not None and spec.out != TENSOR_SCALED:
             reasons.append(f"out is {spec.out}: a thread has one column of it")
         if spec.x.swizzled and (self.tokens % FACTOR_ROWS or self.tokens > MOST_TOKENS):
@@ -283,6 +296,29 @@ class ScaledSmallMConfig(SmallMConfig):
         if spec.x.swizzled and spec.parts == 2 and (spec.interleaved or spec.n % SWIZZLED_ROWS):
             reasons.append(f"gate and up rows alternate, or n {spec.n} is not a multiple of {SWIZZLED_ROWS}")
         return reasons + super().objections(spec, smem_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromotedSmallMConfig(ScaledSmallMConfig):
+    """The same where an epilogue thread sums a row of each box in registers, and each stage has an accumulator."""
+
+    @property
+    def promotes(self) -> bool:
+        return True
+
+    @property
+    def acc_stages(self) -> int:
+        """As many as fit into tensor memory; 4 absorb what the epilogue's time varies by."""
+        return min(PROMOTED_ACC_STAGES, TMEM_COLUMNS // (2 * self.tokens))
+
+    @property
+    def warp_scales(self) -> int:
+        """Scales of x that the lanes of a warp load for a stage: of its tokens, and beyond them to a whole warp."""
+        return ceil_div(self.tokens // self.groups, WARP) * WARP
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        warps = self.groups * WARPGROUP // WARP
+        return super().smem_bytes(spec) + warps * SCALE_BUFFERS * self.warp_scales * 4
 
 
 # Tiles, with as many stages as fit; 112 columns for the waves that 128 leave unfilled. Arithmetic, none of it timed.

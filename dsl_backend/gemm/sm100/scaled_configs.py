@@ -7,7 +7,14 @@ from typing import Any
 
 from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
 from dsl_backend.gemm.scaled_key import ScaledKey
-from dsl_backend.gemm.sm100.configs import GEMMS, BlockScaledConfig, GemmConfig, PromotedConfig, ScaledSmallMConfig
+from dsl_backend.gemm.sm100.configs import (
+    GEMMS,
+    BlockScaledConfig,
+    GemmConfig,
+    PromotedConfig,
+    PromotedSmallMConfig,
+    ScaledSmallMConfig,
+)
 from dsl_backend.quant.format import MXFP8, NVFP4, TENSOR_SCALED
 
 MOST_STAGES = 12
@@ -19,6 +26,7 @@ BLOCK_SCALED_GEMMS = tuple(
     for box_n, two_cta in ((128, True), (64, True), (128, False), (64, False))
 )
 SCALED_SMALL_M = tuple(ScaledSmallMConfig(tokens=tokens) for tokens in (16, 32, 64, 128))
+PROMOTED_SMALL_M = tuple(PromotedSmallMConfig(tokens=tokens) for tokens in (16, 32, 64, 128))
 PROMOTED_GEMMS = tuple(PromotedConfig(two_cta=two_cta) for two_cta in (True, False))
 
 
@@ -46,7 +54,7 @@ def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig | ScaledSm
     found: list[GemmConfig | ScaledSmallMConfig] = []
     every: list[GemmConfig | ScaledSmallMConfig] = [*tiles_of(spec)]
     if not spec.batch_invariant:  # where stream-K splits a sum depends on the number of tiles
-        every = [*SCALED_SMALL_M, *every]
+        every = [*(PROMOTED_SMALL_M if spec.promoted else SCALED_SMALL_M), *every]
     for tiles in every:
         tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
         found += [config for config in tried if not config.objections(spec, smem_bytes)][:1]
@@ -57,12 +65,14 @@ def tiles_of(spec: ScaledGemmSpec) -> tuple[GemmConfig, ...]:
     """Tiles of a problem's kernel."""
     if spec.x.swizzled:
         return BLOCK_SCALED_GEMMS
-    return PROMOTED_GEMMS if spec.x.blocked else GEMMS
+    return PROMOTED_GEMMS if spec.promoted else GEMMS
 
 
 def kernel(key: ScaledKey[Any]) -> Any:
     """The class of a key's kernel. Imports CuTe DSL."""
     module, name = "scaled_gemm", "ScaledGemm"
+    if isinstance(key.config, PromotedSmallMConfig):
+        return import_module("dsl_backend.gemm.sm100.promoted_small_m").PromotedSmallMGemm
     if isinstance(key.config, ScaledSmallMConfig):
         return import_module("dsl_backend.gemm.sm100.scaled_small_m").ScaledSmallMGemm
     if key.x.blocked:

@@ -14,7 +14,6 @@ from dsl_backend.gemm.epilogue import ScalarArithmetic
 from dsl_backend.gemm.key import GemmKey
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import (
-    ACC_STAGES,
     EPILOGUE_REGISTERS,
     LOAD_WARP,
     MMA_K,
@@ -38,7 +37,7 @@ class SmallMGemm(SmallMGemmBase):
         self.tmem_columns, self.threads = key.config.tmem_columns, key.config.threads
         self.thread_tokens, self.trades_registers = self.accumulators // 2, key.config.trades_registers
         self.load_edge = Edge("x and weights", TMA, UMMA, self.stages)
-        self.acc_edge = Edge("accumulators", UMMA, warps(self.groups * WARPGROUP // WARP), ACC_STAGES)
+        self.acc_edge = Edge("accumulators", UMMA, warps(self.groups * WARPGROUP // WARP), key.config.acc_stages)
 
     @cute.jit
     def __call__(self, x: cute.Tensor, args: GemmArgs, stream):
@@ -190,16 +189,7 @@ class SmallMGemm(SmallMGemmBase):
         for i in cutlass.range(tiles, unroll=1):
             tile = first_tile + i
             tile_start, tile_end, start, end = self.iterations(work, tile)
-            acc_pipeline.consumer_wait(i)
-            tmem.after_sync()
-            tmem_column = acc_pipeline.stage(i) * (2 * self.tokens) + group * self.thread_tokens
-            tmem.load(tmem_ptr, tmem_column, acc_0, thread)
-            tmem.load(tmem_ptr, tmem_column + self.tokens, acc_1, thread)
-            cute.arch.fence_view_async_tmem_load()
-            tmem.before_sync()
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(acc_pipeline.empty(i))
+            self.collect(params, acc_pipeline, work, tmem_ptr, i, acc_0, acc_1, group, thread)
             token = tile // work.n_tiles * self.tokens + group * self.thread_tokens
             if cutlass.const_expr(not self.stream_k):
                 sum_0, sum_1 = self.sum_splits(received, acc_0, acc_1, group * WARPGROUP + thread)
@@ -211,6 +201,35 @@ class SmallMGemm(SmallMGemmBase):
                 if end < tile_end:
                     self.add_partials(params, acc_0, acc_1, work, tile_end, group, thread)
                 self.store_columns(params, work, acc_0, acc_1, tile % work.n_tiles, token, thread)
+
+    @cute.jit
+    def collect(
+        self,
+        params: SmallMParams,
+        acc_pipeline: Pipeline,
+        work: StreamKWork,
+        tmem_ptr: cute.Pointer,
+        i: cutlass.Int32,
+        acc_0: cute.Tensor,
+        acc_1: cute.Tensor,
+        group: cutlass.Int32,
+        thread: cutlass.Int32,
+    ):
+        """A thread's accumulators of the CTA's i-th tile, of both boxes, from tensor memory."""
+        acc_pipeline.consumer_wait(i)
+        tmem.after_sync()
+        tmem_column = acc_pipeline.stage(i) * (2 * self.tokens) + group * self.thread_tokens
+        tmem.load(tmem_ptr, tmem_column, acc_0, thread)
+        tmem.load(tmem_ptr, tmem_column + self.tokens, acc_1, thread)
+        cute.arch.fence_view_async_tmem_load()
+        self.release(acc_pipeline, i)
+
+    def release(self, acc_pipeline: Pipeline, position):
+        """By each epilogue warp, once it has its part of an accumulator in registers."""
+        tmem.before_sync()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(acc_pipeline.empty(position))
 
     @cute.jit
     def store_columns(
