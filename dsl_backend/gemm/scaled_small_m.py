@@ -62,8 +62,17 @@ class ScaledSmallMBase(SmallMGemmBase):
 
     def sums(self, params, of_column: list, sum_0, sum_1, token):
         """Both boxes' sums of a token with their scales and biases."""
-        if not self.blocked:
-            x_scale = params.mXScale[cutlass.min(token, params.mOut.shape[0] - 1) if self.x_rows else 0]
+        return self.scaled_sums(params, of_column, sum_0, sum_1, self.x_scale(params, token))
+
+    def x_scale(self, params, token):
+        """The scale of a token, any past the last; None where sums have theirs."""
+        if self.blocked:
+            return None
+        return params.mXScale[cutlass.min(token, params.mOut.shape[0] - 1) if self.x_rows else 0]
+
+    def scaled_sums(self, params, of_column: list, sum_0, sum_1, x_scale):
+        """The same with the token's scale."""
+        if x_scale is not None:
             sum_0, sum_1 = sum_0 * of_column[2] * x_scale, sum_1 * of_column[3] * x_scale
         if params.mBias is None:
             return sum_0, sum_1

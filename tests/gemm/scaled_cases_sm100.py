@@ -12,7 +12,13 @@ from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import SWIGLU_OAI, Geglu, Swiglu
 from dsl_backend.gemm.scaled import QUANTISED_BESIDE, ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
-from dsl_backend.gemm.sm100.configs import BlockScaledConfig, GemmConfig, PromotedConfig, PromotedSmallMConfig, ScaledSmallMConfig
+from dsl_backend.gemm.sm100.configs import (
+    BlockScaledConfig,
+    GemmConfig,
+    PromotedConfig,
+    PromotedSmallMConfig,
+    ScaledSmallMConfig,
+)
 from dsl_backend.linear.scaled.cute.host import run_both
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
 from dsl_backend.quant.cute import host as quantising
@@ -564,16 +570,16 @@ CASES = [
     ),
     Emulated(
         id="few-blocks-interleaved",
-        why="a box of gate rows has two scales; powers of two; 48 tokens; float32, quantised by another launch",
+        why="a box of gate rows has two scales; powers of two; float32, quantised by another launch",
         case=replace(GATED, rows=60, n=144, k=272, interleaved=True, to="e4m3-1x128", **POWERS),
-        config=replace(FEW_PROMOTED, tokens=48),
+        config=replace(FEW_PROMOTED, tokens=32),
         sms=2,
     ),
     Emulated(
-        id="few-blocks-128",
-        why="two warpgroups, each with the scales of its tokens; two accumulators; float16",
-        case=replace(PLAIN, rows=150, n=272, k=656, dtype=torch.float16, **BLOCKED),
-        config=replace(FEW_PROMOTED, tokens=128),
+        id="few-blocks-64",
+        why="two warpgroups, each with the scales of its tokens; all of tensor memory; float16",
+        case=replace(PLAIN, rows=70, n=272, k=656, dtype=torch.float16, **BLOCKED),
+        config=replace(FEW_PROMOTED, tokens=64),
         sms=3,
     ),
     Emulated(
@@ -642,6 +648,7 @@ def random_few(seed: int) -> Emulated:
     if case.k > 256 and draw.random() < 0.3 and tokens < 128 and not case.spec.x.swizzled:
         num_splits = 2
     kind = PromotedSmallMConfig if case.spec.promoted else ScaledSmallMConfig
+    tokens = min(tokens, 64) if case.spec.promoted else tokens
     config = kind(tokens=tokens, stages=draw.randint(2, 4), num_splits=num_splits)
     # Clusters run all at once.
     sms = 12 if num_splits > 1 else draw.choice((2, 3, 5))

@@ -28,7 +28,7 @@ from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.scaled import ScaledOperands
 from dsl_backend.gemm.sm100 import scaled_configs
-from dsl_backend.gemm.sm100.configs import ScaledSmallMConfig
+from dsl_backend.gemm.sm100.configs import PromotedSmallMConfig, ScaledSmallMConfig
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.linear.scaled import api, dispatch, eager
 from dsl_backend.linear.scaled.cute import host
@@ -158,12 +158,14 @@ def test_a_gated_layer_quantises_for_the_next_one(monkeypatch: pytest.MonkeyPatc
         assert (ours - wanted).norm() <= 0.02 * wanted.norm()
 
 
-def test_few_rows_have_tiles_of_their_own() -> None:
+@pytest.mark.parametrize(("like", "kind"), [("rows", ScaledSmallMConfig), ("blocks", PromotedSmallMConfig)])
+def test_few_rows_have_tiles_of_their_own(like: str, kind: type[ScaledSmallMConfig]) -> None:
     """But not where a row's bits must not depend on the others: stream-K splits sums by the number of tiles."""
     target = from_arch("sm_100a")
-    (case,) = (one.case for one in CASES if one.id == "rows")
-    spec = replace(case, n=4096, k=4096).spec
-    assert isinstance(host.chosen(spec, 1, target).config, ScaledSmallMConfig)
+    (case,) = (one.case for one in CASES if one.id == like)
+    spec = replace(case, n=4096, k=8192).spec
+    assert type(host.chosen(spec, 1, target).config) is kind
+    assert type(host.chosen(spec, 64, target).config) is kind
     assert not isinstance(host.chosen(spec, 300, target).config, ScaledSmallMConfig)
     invariant = replace(spec, batch_invariant=True)
     assert not any(isinstance(one.config, ScaledSmallMConfig) for one in host.choices(invariant, target))
@@ -201,3 +203,17 @@ def test_objections() -> None:
     gated = replace(CASES[0].case, activation=Swiglu(), x="mxfp8", weight="mxfp8").spec
     assert any("n 80 is not a multiple of 128" in reason for reason in SCALED_128.objections(gated, SMEM_BYTES))
     assert any("several scales" in reason for reason in PROMOTED.objections(gated, SMEM_BYTES))
+    # What has no tiles for many rows has none for few.
+    blocks = replace(CASES[0].case, activation=Swiglu(), x="e4m3-1x128", weight="e4m3-128x128")
+    with pytest.raises(Unsupported, match="n 80 is not a multiple of 64: a box of up rows would have several scales"):
+        dispatch.choose(blocks.spec, target, "cute-sm100")
+    few = {"rows": ScaledSmallMConfig(tokens=16, stages=2), "blocks": PromotedSmallMConfig(tokens=16, stages=2)}
+    products = {"rows": CASES[0].case.spec, "blocks": replace(blocks, activation=None).spec}
+    for name, spec in products.items():
+        for other, config in few.items():
+            against = config.objections(spec, SMEM_BYTES)
+            assert bool(against) == (name != other)
+            assert all("a kernel of their own promotes products" in one for one in against)
+    assert PromotedSmallMConfig(tokens=96, stages=2).objections(products["blocks"], SMEM_BYTES) == [
+        "96 tokens are neither a multiple of 16 up to 32 nor of 32 up to 64"
+    ]

@@ -11,7 +11,15 @@ from scaled_cases_sm100 import CASES, Emulated, emulate
 
 from dsl_backend.gemm import scaled_host
 from dsl_backend.gemm import scaled_small_m as scaled_small
-from dsl_backend.gemm.sm100 import block_scaled_gemm, gemm, promoted_gemm, scaled_configs, scaled_gemm, scaled_small_m
+from dsl_backend.gemm.sm100 import (
+    block_scaled_gemm,
+    gemm,
+    promoted_gemm,
+    promoted_small_m,
+    scaled_configs,
+    scaled_gemm,
+    scaled_small_m,
+)
 from dsl_backend.primitives import narrow_mma
 from dsl_backend.quant.cute import blocks
 from emulator.errors import EmulatorError, HostError
@@ -20,6 +28,7 @@ from tests.mistakes import Mistake, compile_again, spoilt
 CLASSES = {
     block_scaled_gemm: "BlockScaledGemm",
     promoted_gemm: "PromotedGemm",
+    promoted_small_m: "PromotedSmallMGemm",
     scaled_gemm: "ScaledGemm",
     scaled_small_m: "ScaledSmallMGemm",
 }
@@ -76,6 +85,47 @@ MISTAKES = (
         "few-nvfp4-gated",
         Mistake("few: gate's factors for up", scaled_small_m, "n_tile + i * (params.mOut.shape[1]", "n_tile + 0 * (i"),
     ),
+    (
+        "few-blocks-gated",
+        Mistake("few blocks: gate's scale for up", promoted_small_m, "(column, n + column)", "(column, column)"),
+    ),
+    (
+        "few-blocks-interleaved",
+        Mistake("few blocks: one scale for a box", promoted_small_m, "* self.columns + thread)", "* self.columns)"),
+    ),
+    (
+        "few-blocks",
+        Mistake(
+            "few blocks: the next group's scales", promoted_small_m, "acc_1), scales, group", "acc_1), following, group"
+        ),
+    ),
+    (
+        "few-blocks-gated",
+        Mistake(
+            "few blocks: accumulators freed before they are read",
+            promoted_small_m,
+            "if first + count == self.thread_tokens:",
+            "if first == 0:",
+        ),
+    ),
+    (
+        "few-blocks-64",
+        Mistake(
+            "few blocks: scales of the first warpgroup's tokens",
+            promoted_small_m,
+            "* self.tokens + group * self.thread_tokens\n        blocks",
+            "* self.tokens\n        blocks",
+        ),
+    ),
+    (
+        "few-blocks",
+        Mistake(
+            "few blocks: groups are summed before they are scaled",
+            promoted_small_m,
+            "                    False,",
+            "                    position > 0,",
+        ),
+    ),
     ("few", Mistake("few: the other box's scale", scaled_small, "of_column[2] * x_scale", "of_column[3] * x_scale")),
     ("nvfp4-to-nvfp4", Mistake("scales of the next 32 rows", scaled_gemm, "row % 32 * 16", "(row + 1) % 32 * 16")),
     (
@@ -98,6 +148,15 @@ MISTAKES = (
     ),
 )
 QUICK = "the next group's scales"
+# Of a kernel that one of them stands for.
+FULL = "few blocks: "
+REST_OF_FULL = "few blocks: gate's scale for up"
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name.startswith(FULL) and name != REST_OF_FULL:
+        return (pytest.mark.full,)
+    return () if name == QUICK else (pytest.mark.rest,)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +171,7 @@ def run(one: Emulated) -> None:
 
 @pytest.mark.parametrize(
     ("case", "mistake"),
-    [pytest.param(case, one, id=one.id, marks=() if one.id == QUICK else pytest.mark.rest) for case, one in MISTAKES],
+    [pytest.param(case, one, id=one.id, marks=marks_of(one.id)) for case, one in MISTAKES],
 )
 def test_mistake_is_found(case: str, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = spoilt(mistake, tmp_path)
@@ -126,7 +185,7 @@ def test_mistake_is_found(case: str, mistake: Mistake, tmp_path: Path, monkeypat
     elif mistake.module is gemm:
         monkeypatch.setattr(gemm.Gemm, "stage_out", module.Gemm.stage_out)
     elif mistake.module is scaled_small:
-        monkeypatch.setattr(scaled_small.ScaledSmallMBase, "sums", module.ScaledSmallMBase.sums)
+        monkeypatch.setattr(scaled_small.ScaledSmallMBase, "scaled_sums", module.ScaledSmallMBase.scaled_sums)
     else:
         spoilt_class = getattr(module, CLASSES[mistake.module])
         monkeypatch.setattr(scaled_configs, "kernel", lambda key: spoilt_class)

@@ -20,6 +20,7 @@ MMA_WARP, LOAD_WARP, SINGLE_WARPS = 0, 1, 2
 MOST_COLUMNS = 32  # of each box in an epilogue thread's registers
 MOST_TOKENS = 64  # of an epilogue thread, for two boxes
 PROMOTED_ACC_STAGES = 4
+MOST_PROMOTED_TOKENS = 32  # of an epilogue thread whose sums are in registers
 PROMOTED_TOKENS = 16  # of each box, that an epilogue thread has in registers beside its sums
 SCALE_BUFFERS = 2  # of an epilogue warp, for x's scales of a stage
 FACTOR_ROWS = 32  # rows whose scale factors lie in a column of tensor memory
@@ -201,7 +202,8 @@ class SmallMConfig(SmallMTiles):
     """The GEMM for few rows: the weights are tcgen05.mma's M.
 
     Attributes:
-        tokens: rows of x of a tile; a multiple of 16 up to 64, or of 32 up to 128 with two epilogue warpgroups.
+        tokens: rows of x of a tile; a multiple of 16 up to `most_tokens`, or of 32 up to twice as many with two
+            epilogue warpgroups.
     """
 
     stages: int = 6
@@ -209,7 +211,12 @@ class SmallMConfig(SmallMTiles):
     @property
     def groups(self) -> int:
         """Epilogue warpgroups, each with its tokens."""
-        return ceil_div(self.tokens, MOST_TOKENS)
+        return ceil_div(self.tokens, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of an epilogue thread, for two boxes."""
+        return MOST_TOKENS
 
     @property
     def trades_registers(self) -> bool:
@@ -244,8 +251,9 @@ class SmallMConfig(SmallMTiles):
 
     def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
         reasons = []
-        if not 16 <= self.tokens <= 2 * MOST_TOKENS or self.tokens % (16 * self.groups):
-            reasons.append(f"{self.tokens} tokens are neither a multiple of 16 up to 64 nor of 32 up to 128")
+        most = self.most_tokens
+        if not 16 <= self.tokens <= 2 * most or self.tokens % (16 * self.groups):
+            reasons.append(f"{self.tokens} tokens are neither a multiple of 16 up to {most} nor of 32 up to {2 * most}")
         return reasons + super().objections(spec, smem_bytes)
 
 
@@ -307,9 +315,14 @@ class PromotedSmallMConfig(ScaledSmallMConfig):
         return True
 
     @property
+    def most_tokens(self) -> int:
+        # With 64, ptxas spilled up to 96 bytes of 255 registers (gated, e4m3), in two warpgroups 224.
+        return MOST_PROMOTED_TOKENS
+
+    @property
     def acc_stages(self) -> int:
-        """As many as fit into tensor memory; 4 absorb what the epilogue's time varies by."""
-        return min(PROMOTED_ACC_STAGES, TMEM_COLUMNS // (2 * self.tokens))
+        """4 absorb what the epilogue's time varies by; those of 64 tokens are all of tensor memory."""
+        return PROMOTED_ACC_STAGES
 
     @property
     def warp_scales(self) -> int:

@@ -101,12 +101,17 @@ class PromotedSmallMGemm(ScaledSmallMGemm):
         blocks = self.weight_blocks(params, tile % work.n_tiles * self.columns + thread)
         acc_0.fill(0.0)
         acc_1.fill(0.0)
-        scales = self.load_scales(params, blocks, first_token, start % work.k_tiles)
+        # Scales are on their way while the products of two groups are awaited.
+        scales, following = (
+            self.load_scales(params, blocks, first_token, cutlass.min(start + ahead, end - 1) % work.k_tiles)
+            for ahead in range(2)
+        )
         for iteration in cutlass.range(start, end, unroll=1):
-            # The next group's scales are on their way while this one's products are awaited.
-            following = self.load_scales(params, blocks, first_token, cutlass.min(iteration + 1, end - 1) % work.k_tiles)
+            k_tile = cutlass.min(iteration + 2, end - 1) % work.k_tiles
+            last = self.load_scales(params, blocks, first_token, k_tile)
             self.add(acc_pipeline, work, iteration - work.start, tmem_ptr, (acc_0, acc_1), scales, group, thread)
             scales.store(following.load())
+            following.store(last.load())
 
     def weight_blocks(self, params: ScaledSmallMParams, column):
         """Of a thread's row of each box, the block of rows of its scales; any past the last row."""

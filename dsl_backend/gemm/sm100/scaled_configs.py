@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which GEMM of quantised operands SM100 has for a problem, and its tiles."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
+from dsl_backend.gemm.cost import COSTS, GEMM, Costs
 from dsl_backend.gemm.scaled import MULTIPLE, ScaledGemmSpec
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm100.configs import (
@@ -17,6 +19,7 @@ from dsl_backend.gemm.sm100.configs import (
 )
 from dsl_backend.quant.format import MXFP8, NVFP4, TENSOR_SCALED
 
+ConfigT = TypeVar("ConfigT", bound=GemmConfig | ScaledSmallMConfig)
 MOST_STAGES = 12
 # Of an output that is quantised.
 OUTPUTS = (TENSOR_SCALED, MXFP8, NVFP4)
@@ -26,7 +29,10 @@ BLOCK_SCALED_GEMMS = tuple(
     for box_n, two_cta in ((128, True), (64, True), (128, False), (64, False))
 )
 SCALED_SMALL_M = tuple(ScaledSmallMConfig(tokens=tokens) for tokens in (16, 32, 64, 128))
-PROMOTED_SMALL_M = tuple(PromotedSmallMConfig(tokens=tokens) for tokens in (16, 32, 64, 128))
+PROMOTED_SMALL_M = tuple(PromotedSmallMConfig(tokens=tokens) for tokens in (16, 32, 64))
+# What a k tile of the persistent GEMM takes whose epilogue promotes each of them: the emulator's clock, a model, has
+# 30.7 us with 7168 columns and 10.6 with 2048 (B200, 64 x 4096, one CTA), and 29.8 and 11.7 with two.
+PROMOTED = replace(COSTS, gemm=replace(GEMM, step_ns=502.0, cluster_step_ns=452.0))
 PROMOTED_GEMMS = tuple(PromotedConfig(two_cta=two_cta) for two_cta in (True, False))
 
 
@@ -48,17 +54,34 @@ def objections(spec: ScaledGemmSpec, smem_bytes: int) -> list[str]:
 
 
 def fitting(spec: ScaledGemmSpec, smem_bytes: int) -> list[GemmConfig | ScaledSmallMConfig]:
-    """The tiles that fit a problem, each with as many stages as fit."""
+    """The tiles that fit a problem, each with as many stages as fit.
+
+    Where no tiles for many rows do, there are none for few either: many rows would take those.
+    """
     if spec.out is not None and spec.out not in OUTPUTS:
         return []
-    found: list[GemmConfig | ScaledSmallMConfig] = []
-    every: list[GemmConfig | ScaledSmallMConfig] = [*tiles_of(spec)]
-    if not spec.batch_invariant:  # where stream-K splits a sum depends on the number of tiles
-        every = [*(PROMOTED_SMALL_M if spec.promoted else SCALED_SMALL_M), *every]
+    many: list[GemmConfig | ScaledSmallMConfig] = list(deepest(tiles_of(spec), spec, smem_bytes))
+    # Where stream-K splits a sum depends on the number of tiles.
+    if not many or spec.batch_invariant:
+        return many
+    return [*deepest(small_tiles_of(spec), spec, smem_bytes), *many]
+
+
+def deepest(every: Iterable[ConfigT], spec: ScaledGemmSpec, smem_bytes: int) -> Iterator[ConfigT]:
+    """Those that fit."""
     for tiles in every:
         tried = (replace(tiles, stages=stages) for stages in range(MOST_STAGES, 1, -1))
-        found += [config for config in tried if not config.objections(spec, smem_bytes)][:1]
-    return found
+        yield from [config for config in tried if not config.objections(spec, smem_bytes)][:1]
+
+
+def small_tiles_of(spec: ScaledGemmSpec) -> tuple[ScaledSmallMConfig, ...]:
+    """Tiles of a problem's kernel for few rows."""
+    return PROMOTED_SMALL_M if spec.promoted else SCALED_SMALL_M
+
+
+def costs(config: object) -> Costs:
+    """Of a configuration's kernel, for the cost model."""
+    return PROMOTED if isinstance(config, PromotedConfig) else COSTS
 
 
 def tiles_of(spec: ScaledGemmSpec) -> tuple[GemmConfig, ...]:

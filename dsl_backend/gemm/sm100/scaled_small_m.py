@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync, tcgen05
 from dsl_backend.gemm.args import ScaledArgs
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.scaled_small_m import ScaledSmallMBase, ScaledSmallMParams
-from dsl_backend.gemm.sizes import BLOCK_BYTES
+from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP
 from dsl_backend.gemm.sm100.block_scaled_gemm import factor_stages, factors_copy, load_factors
 from dsl_backend.gemm.sm100.configs import FACTOR_ROWS, MMA_M, ScaledSmallMConfig
 from dsl_backend.gemm.sm100.small_m import SmallMGemm
@@ -219,10 +219,19 @@ class ScaledSmallMGemm(ScaledSmallMBase, SmallMGemm):
         """The base's, of scaled sums."""
         column = n_tile * self.columns + thread
         of_column = self.biases(params, column)
+        # All before the first store: no load moves in front of a store, whose place it might read. By the emulator's
+        # clock (a model of a B200) 64 rows of 4096 x 7168 take 31.7 us so, and 40.5 with a load before each store.
+        lane_scales = [
+            self.x_scale(params, first_token + lane_token + cute.arch.lane_idx())
+            for lane_token in range(0, cute.size(acc_0), WARP)
+        ]
         for j in cutlass.range_constexpr(cute.size(acc_0)):
             token = first_token + j if self.stream_k else self.finished_token(first_token + j, j)
+            x_scale = lane_scales[j // WARP]
+            if cutlass.const_expr(self.x_rows and x_scale is not None):
+                x_scale = cute.arch.shuffle_sync(x_scale, j % WARP)
             sum_0, sum_1 = acc_0[j], acc_1[j]
             if cutlass.const_expr(params.mAlpha is not None):
                 sum_0, sum_1 = sum_0 * params.mAlpha[0], sum_1 * params.mAlpha[0]
-            value_0, value_1 = self.sums(params, of_column, sum_0, sum_1, token)
+            value_0, value_1 = self.scaled_sums(params, of_column, sum_0, sum_1, x_scale)
             self.finish(params, value_0, value_1, token, column)

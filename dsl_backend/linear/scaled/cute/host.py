@@ -19,6 +19,7 @@ from dsl_backend.gemm.scaled_host import build, key_of, run
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sm90 import scaled_configs as sm90
 from dsl_backend.gemm.sm100 import scaled_configs as sm100
+from dsl_backend.gemm.sm100.configs import PromotedSmallMConfig
 from dsl_backend.gemm.spec import Rows
 from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.linear.scaled.kernel import Launch
@@ -72,7 +73,8 @@ def choices(spec: ScaledLinearSpec, target: Target) -> list[Choice]:
 def estimated_us(choice: Choice, rows: int, target: Target) -> float:
     """By the cost model of 16-bit GEMMs, with the bytes and the operations of 8 bits."""
     config = choice.config
-    products_us = estimate_us(config, choice.spec, rows, target, sm90.costs(choice.spec, config))
+    costs = sm100.costs(config) if target.tcgen05 else sm90.costs(choice.spec, config)
+    products_us = estimate_us(config, choice.spec, rows, target, costs)
     if isinstance(config, SmallMTiles):
         products_us *= few_rows_factor(choice.spec, config)
     if not choice.spec.wide:
@@ -83,7 +85,8 @@ def estimated_us(choice: Choice, rows: int, target: Target) -> float:
 
 def few_rows_factor(spec: ScaledLinearSpec, config: SmallMTiles) -> float:
     """What the GEMM for few rows takes, of what the model has."""
-    blocked = spec.weight.blocked and not spec.weight.swizzled
+    # On SM100 other warps than those that multiply promote.
+    blocked = spec.promoted and not isinstance(config, PromotedSmallMConfig)
     if blocked and config.tile_tokens > MANY_TOKENS:
         return MANY_BLOCKS if config.stream_k else MANY_SPLIT_BLOCKS
     return SPLIT_BLOCKS if blocked and not config.stream_k else FEW_ROWS[config.tile_k]
