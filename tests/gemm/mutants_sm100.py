@@ -89,6 +89,21 @@ EQUIVALENT: Rows = [
         "relaxed: .*barrier.cluster.arrive;`: releases nothing .*in cluster_sync",
         "nothing is read behind the last barrier; it only keeps shared memory alive",
     ),
+    (
+        "SM100 .*few rows",
+        r"(drop wait|wrong barrier|relaxed): .*mbarrier.try_wait.*in producer_acquire\)",
+        "in the ring's first round all stages are empty, and nobody has read one",
+    ),
+    (
+        "SM100 .*few rows, clusters",
+        r"(drop: .*mbarrier.init.*pipeline.py|(drop|swap): .*in collect|(drop|arrivals): .*in release\))",
+        "a CTA of a cluster has one tile: nobody waits for its accumulator's place, and nobody uses the second one",
+    ),
+    (
+        "SM100 .*few rows, clusters",
+        "relaxed: .*barrier.cluster.arrive;`: releases nothing .*in meet_begin",
+        "fence.mbarrier_init.release.cluster before it releases the barriers' initialisation, and that alone is needed",
+    ),
 ]
 UNSEEN: Rows = [
     (
