@@ -13,7 +13,7 @@ from suite import judged, some
 from tests.gemm.mutants_sm100 import KERNELS, SUITE
 
 LIMIT_S = 3600
-QUICK = "SM100 blocks, few rows"
+QUICK = "SM100 blocks"
 
 
 @pytest.mark.rest
