@@ -413,7 +413,7 @@ def kernels_table(report: "Report") -> "Table":
     kernels.add_column("served by", overflow="fold")
     for layer in report.layers:
         served = [served_by(one) for one in layer.operations]
-        none = not any(one.served_by for one in layer.operations)
+        none = not any(one.served_by or one.by_name for one in layer.operations)
         kernels.add_row(layer.name, "[red]nothing[/]" if none else ", ".join(served))
     return kernels
 

@@ -183,6 +183,7 @@ def test_linear_layers_are_those_of_dispatch(arch: str) -> None:
         ("sm_100a", "MXFP8", None, ["scaled_linears_kernel cute-sm100"]),
         ("sm_100a", "e4m3 per channel", "scaled-linear triton", ["scaled_linears_kernel cute-sm100"]),
         ("sm_90a", "e4m3 blocks", "scaled-linear sm90", []),
+        ("sm_100a", "e4m3 blocks of powers of two", "scaled-linear triton", ["scaled_linears_kernel cute-sm100"]),
         ("sm_90a", "NVFP4", None, []),
         ("sm_90a", "fp8 cache", "dense-prefill sm90", ["attention_kernel cute-fp8"]),
     ],
@@ -192,8 +193,18 @@ def test_kernels_that_serve_if_they_are_named(arch: str, layer: str, served_by: 
     operation = layers[layer]["operations"][0]
     assert operation["served_by"] == served_by
     assert [f"{one['option']} {one['name']}" for one in operation["by_name"]] == named
-    shown = " ".join(invoke("doctor", "--arch", arch).stdout.split())
-    assert all(one.split()[1] in shown for one in named)
+    shown = second_column(invoke("doctor", "--arch", arch).stdout, layer)
+    assert all(one in shown for one in named)
+    assert served_by is None or served_by in shown
+    assert (served_by is None) == ("nothing" in shown)
+
+
+def second_column(printed: str, first: str) -> str:
+    """What a table says beside a cell, in one line."""
+    cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in printed.splitlines() if line.count("│") == 3]
+    start = next(i for i, (cell, _) in enumerate(cells) if cell == first)
+    end = next((i for i, (cell, _) in enumerate(cells) if i > start and cell), len(cells))
+    return " ".join(second for _, second in cells[start:end])
 
 
 @pytest.mark.parametrize("arch", ["cpu", "sm_75", "sm_90a", "sm_100a", "sm_120"])
