@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves a checkpoint with weights of 4 bits with dsl's linear layers: errors are at most twice those of vLLM's own.
 
-Errors are measured from a float32 run of the dequantised weights. On a CPU dsl's kernel is the reference.
+Errors are measured from a float32 run of the dequantised weights. On a CPU dsl's kernel is the reference; without
+AVX-512 vLLM 0.32.0 has no kernel of its own there, and its run has the dequantised weights in bfloat16.
 """
 
 import re
@@ -54,14 +55,15 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     backend, dtype = device().dense_truth
     facts: dict[str, Any] = {"prompts": prompts(), "max_tokens": 2}
 
-    def job(options: dict[str, str]) -> Job:
+    def job(model: Path, options: dict[str, str]) -> Job:
         engine = {"additional_config": {"dsl": options}}
-        return Job(model=str(stored), backend="dsl", dtype="bfloat16", engine=engine, **facts)
+        return Job(model=str(model), backend="dsl", dtype="bfloat16", engine=engine, **facts)
 
+    has_kernel = device().cuda or torch.backends.cpu.get_cpu_capability() == "AVX512"
     jobs = {
         "exact": Job(model=str(wide), backend=backend, dtype=dtype, **facts),
-        "theirs": job({}),
-        "ours": job({"weight_only_linears": "dsl"}),
+        "theirs": job(stored if has_kernel else wide, {}),
+        "ours": job(stored, {"weight_only_linears": "dsl"}),
     }
     return dict(zip(jobs, offline.run(list(jobs.values())), strict=True))
 
