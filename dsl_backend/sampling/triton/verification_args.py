@@ -24,17 +24,22 @@ class RowDrafts(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Pointers to what is found of each row's draft, [rows].
+    """Pointers to what launches leave for those after them. A row's blocks are padded to a power of two.
 
     Attributes:
-        state: int32. 2: accepted. 1: not accepted, and the token is drawn from the rest. 0: it is the drawn one.
-        row_max: float32, of its logits over the temperature.
-        scale: int64, 2**62 / the sum of its probabilities.
+        maxima: float32 [rows, blocks], the largest logits of the draft's blocks.
+        sums: int64 [rows, blocks], of the probabilities of the draft's blocks; later those of max(p - q, 0).
+        references: float32 [rows], of the draft's row.
+        scales: int64 [rows], 2**62 / the sum of the draft's probabilities.
+        again: int32 [rows], at each request's first row: the number of accepted drafts if the token after them is drawn
+            again, from max(p - q, 0); else -1.
     """
 
-    state: Any
-    row_max: Any
-    scale: Any
+    maxima: Any
+    sums: Any
+    references: Any
+    scales: Any
+    again: Any
 
 
 class VerifiedOutputs(NamedTuple):

@@ -9,12 +9,28 @@ import triton
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.triton.args import RowParameters
-from dsl_backend.sampling.triton.verification import accept_drafts, test_ratios
+from dsl_backend.sampling.triton.verification import (
+    accept_drafts,
+    draw_from_rest,
+    max_of_blocks,
+    rest_of_blocks,
+    sum_of_blocks,
+)
 from dsl_backend.sampling.triton.verification_args import Drawn, RowDrafts, VerifiedOutputs, Workspace
 from dsl_backend.sampling.verification_spec import Drafts, Known, VerificationSpec, Verified
 
-BLOCK = 4096
-WARPS = 16
+MIN_BLOCK, MAX_BLOCK = 512, 4096
+LOGITS_OF_THREAD = 16
+# Sums of blocks that a request's program adds at a time, of all its drafts.
+SUMS_AT_ONCE = 2048
+
+
+def block_of(vocab: int, sms: int) -> int:
+    """Logits of a program: the least power of two with which one row has a program for half of the SMs at most.
+
+    So one request's rows fill the SMs, and programs of many requests are no shorter than that needs. A CPU has no SMs.
+    """
+    return min(max(triton.next_power_of_2(triton.cdiv(vocab, max(sms // 2, 1))), MIN_BLOCK), MAX_BLOCK)
 
 
 class TritonVerifier:
@@ -22,44 +38,92 @@ class TritonVerifier:
 
     def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec = spec
-        self.ratio = spec.known is not Known.TOKENS
-        self.block = min(BLOCK, max(256, triton.next_power_of_2(spec.vocab)))
-        self.workspace = Workspace(None, None, None)
-        if self.ratio:
-            self.workspace = Workspace(
-                torch.empty(max_rows, dtype=torch.int32, device=device),
-                torch.empty(max_rows, device=device),
-                torch.empty(max_rows, dtype=torch.int64, device=device),
+        self.block = block_of(spec.vocab, target.used_sms)
+        self.blocks = triton.next_power_of_2(triton.cdiv(spec.vocab, self.block))
+        self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
+        self.workspace = Workspace(None, None, None, None, None)
+        if spec.known is Known.TOKENS:
+            return
+        sums = torch.empty(max_rows, self.blocks, dtype=torch.int64, device=device)
+        again = torch.empty(max_rows, dtype=torch.int32, device=device)
+        self.workspace = self.workspace._replace(sums=sums, again=again)
+        if spec.known is Known.LOGITS:
+            self.workspace = self.workspace._replace(
+                maxima=torch.empty(max_rows, self.blocks, device=device),
+                references=torch.empty(max_rows, device=device),
+                scales=torch.empty(max_rows, dtype=torch.int64, device=device),
             )
 
     def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
-        spec, known = self.spec, drafts.distributions
-        tokens = Drawn(drawn.tokens, drawn.logprobs if self.ratio else None)
+        outputs = VerifiedOutputs(out.tokens, out.counts)
+        known = drafts.distributions
+        if known is None:
+            bundle = RowDrafts(drafts.inputs, drafts.cu_rows, None, None)
+            sizes = (self.spec.max_drafts, self.spec.vocab, 0)
+            self.accept((Drawn(drawn.tokens, None), 0, None, bundle), outputs, sizes, drafts.requests, num_warps=1)
+            return
+        bundle = RowDrafts(drafts.inputs, drafts.cu_rows, known.values, known.index)
         # The filters have made the log-probabilities: without them all steps have one kernel.
-        given = (parameters.seeds, parameters.positions, parameters.temperature)
-        rows = RowParameters(*given, None, None, None) if self.ratio else None
-        values, index = (None, None) if known is None else (known.values, known.index)
-        stride, draft_vocab = (0, 0) if known is None else (known.values.stride(0), known.values.shape[1])
-        bundle = RowDrafts(drafts.inputs, drafts.cu_rows, values, index)
+        rows = RowParameters(parameters.seeds, parameters.positions, parameters.temperature, None, None, None)
+        self.launch_ratio(
+            (Drawn(drawn.tokens, drawn.logprobs), known.values.stride(0), rows, bundle),
+            outputs,
+            (self.spec.max_drafts, self.spec.vocab, known.values.shape[1]),
+            drafts.requests,
+        )
+
+    def launch_ratio(
+        self,
+        given: tuple[Drawn, int, RowParameters, RowDrafts],
+        outputs: VerifiedOutputs,
+        sizes: tuple[int, int, int],
+        requests: int,
+    ) -> None:
+        """The ratio test; arguments as in `accept`."""
+        max_drafts, vocab, draft_vocab = sizes
+        probabilities = self.spec.known is Known.PROBABILITIES
+        dependent = {"launch_pdl": True} if self.overlap else {}
         options: dict[str, Any] = {
-            "PROBABILITIES": spec.known is Known.PROBABILITIES,
+            "BLOCKS": self.blocks,
             "BLOCK": self.block,
-            "num_warps": WARPS if self.ratio and self.block >= 2048 else 1,
+            "OVERLAP": self.overlap,
+            "num_warps": self.block // (32 * LOGITS_OF_THREAD),
         }
-        if self.ratio:
-            test_ratios[(drafts.requests, spec.max_drafts)](
-                tokens, stride, rows, bundle, self.workspace, spec.vocab, draft_vocab, **options
-            )
-        accept_drafts[(drafts.requests,)](
-            tokens,
-            stride,
-            rows,
-            bundle,
+        if not probabilities:
+            grid = (requests * max_drafts, triton.cdiv(draft_vocab, self.block))
+            max_of_blocks[grid](*given[1:], self.workspace, sizes, **options)
+            sum_of_blocks[grid](*given[1:], self.workspace, sizes, **options, **dependent)
+        self.accept(given, outputs, sizes, requests, num_warps=4, **({} if probabilities else dependent))
+        options["PROBABILITIES"] = probabilities
+        grid = (requests, triton.cdiv(vocab, self.block))
+        rest_of_blocks[grid](*given, self.workspace, sizes, **options, **dependent)
+        draw_from_rest[(requests,)](*given, self.workspace, outputs, sizes, **options, **dependent)
+
+    def accept(
+        self,
+        given: tuple[Drawn, int, RowParameters | None, RowDrafts],
+        outputs: VerifiedOutputs,
+        sizes: tuple[int, int, int],
+        requests: int,
+        **options: Any,
+    ) -> None:
+        """Launch `accept_drafts`.
+
+        Args:
+            given, sizes: the kernel's first four arguments, and its last one.
+        """
+        steps = triton.next_power_of_2(self.spec.max_drafts + 1)
+        accept_drafts[(requests,)](
+            *given,
             self.workspace,
-            VerifiedOutputs(out.tokens, out.counts),
-            (spec.max_drafts, spec.vocab, draft_vocab),
-            RATIO=self.ratio,
-            STEPS=triton.next_power_of_2(spec.max_drafts + 1),
-            BLOCKS=triton.next_power_of_2(triton.cdiv(spec.vocab, self.block)),
+            outputs,
+            sizes,
+            RATIO=self.spec.known is not Known.TOKENS,
+            PROBABILITIES=self.spec.known is Known.PROBABILITIES,
+            STEPS=steps,
+            COLUMNS=min(self.blocks, SUMS_AT_ONCE // steps),
+            BLOCKS=self.blocks,
+            BLOCK=self.block,
+            OVERLAP=self.overlap,
             **options,
         )
