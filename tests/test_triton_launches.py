@@ -39,8 +39,11 @@ KERNELS = {
         "softmax_kernel",
         "sample_row",
         "rank_row",
-        "test_ratios",
+        "max_of_blocks",
+        "sum_of_blocks",
         "accept_drafts",
+        "rest_of_blocks",
+        "draw_from_rest",
     ),
 }
 

@@ -50,7 +50,8 @@ E5M2 = torch.float8_e5m2
 
 
 def verify_drafts(known: Known) -> None:
-    step = random_step(0, known, 300, CPU)
+    """Rows of two blocks."""
+    step = random_step(0, known, 1100, CPU)
     tokens, counts = verification_reference.verify(step.drawn, step.parameters, step.drafts, step.spec)
     plan = verification.plan(step.spec, step.drafts.requests, step.drawn.tokens.shape[0], CPU, "triton")
     found = verification.run(plan, step.drawn, step.parameters, step.drafts)
@@ -122,6 +123,7 @@ CASES: Mapping[str, Any] = {
     "logprobs": sample_with_logprobs,
     "drafts": partial(verify_drafts, Known.TOKENS),
     "drafts-logits": partial(verify_drafts, Known.LOGITS),
+    "drafts-probabilities": partial(verify_drafts, Known.PROBABILITIES),
 }
 
 
