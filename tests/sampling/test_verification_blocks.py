@@ -29,7 +29,7 @@ def verifier_of(step: Step, device: torch.device) -> host.TritonVerifier:
     verifier = host.TritonVerifier(step.spec, target, len(step.drawn.tokens), device)
     for tensor in verifier.workspace:
         if tensor is not None:
-            tensor.fill_(torch.inf if tensor.is_floating_point() else 2**30)
+            tensor.fill_(torch.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 4)
     return verifier
 
 
