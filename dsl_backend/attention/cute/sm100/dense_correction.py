@@ -182,23 +182,13 @@ class CorrectionWarps:
         num_tiles = work.n_block_max - work.n_block_min
         if cutlass.const_expr(self.kernel.alternate):
             even_idx = kv_idx - odd_idx
-            # Statistics come after P V of two tiles before, so that V's stage has its values of then. Ahead of that a
-            # wait for V may end at once where there are two stages, for the stage's phase before those.
-            self.wait_stats(0, even_idx + work_idx)
-            self.clear_v_before_window(work, kv_idx, 0)
-            self.arrive_p_full(0)
+            self.alternate_p(work, kv_idx, 0, 0, even_idx + work_idx, True)
             if num_tiles > 1:
-                self.wait_stats(1, odd_idx + work_idx)
-                self.clear_v_before_window(work, kv_idx, 1)
-                self.arrive_p_full(1)
+                self.alternate_p(work, kv_idx, 1, 1, odd_idx + work_idx, True)
             for pair in cutlass.range(1, (num_tiles + 1) // 2, unroll=1):
-                self.wait_stats(0, even_idx + pair + work_idx)
-                self.clear_v_before_window(work, kv_idx, 2 * pair)
-                self.rescale_and_arrive(0)
+                self.alternate_p(work, kv_idx, 2 * pair, 0, even_idx + pair + work_idx, False)
                 if 2 * pair + 1 < num_tiles:
-                    self.wait_stats(1, odd_idx + pair + work_idx)
-                    self.clear_v_before_window(work, kv_idx, 2 * pair + 1)
-                    self.rescale_and_arrive(1)
+                    self.alternate_p(work, kv_idx, 2 * pair + 1, 1, odd_idx + pair + work_idx, False)
             self.epilogue_of_both(
                 work,
                 q_stage,
@@ -209,6 +199,28 @@ class CorrectionWarps:
         else:
             self.first_ps(work, work_idx, kv_idx)
             self.finish_work_tile(whole, work, q_stage, work_idx, kv_idx)
+
+    @cute.jit
+    def alternate_p(
+        self,
+        work: WorkTile,
+        kv_idx: cutlass.Int32,
+        step: cutlass.Int32 | int,
+        s_stage: cutlass.Constexpr[int],
+        stats_idx: cutlass.Int32,
+        first: cutlass.Constexpr[bool],
+    ):
+        """As `first_p` or `next_p`, where the S stages alternate; other arguments as of `clear_v_before_window`.
+
+        Statistics come after P V of two tiles before, so that V's stage has its values of then. Ahead of that a wait
+        for V may end at once where there are two stages, for the stage's phase before those.
+        """
+        self.wait_stats(s_stage, stats_idx)
+        self.clear_v_before_window(work, kv_idx, step)
+        if cutlass.const_expr(first):
+            self.arrive_p_full(s_stage)
+        else:
+            self.rescale_and_arrive(s_stage)
 
     @cute.jit
     def first_ps(self, work: WorkTile, work_idx: cutlass.Int32, kv_idx: cutlass.Int32):
