@@ -38,6 +38,8 @@ RESIDUAL = tl.constexpr(verification_random.RESIDUAL)
 HIGHEST_62 = tl.constexpr((1 << 62) - 1)
 SCALE_ONE = tl.constexpr(2.0**102)
 NO_TOKEN = tl.constexpr(-1)
+# Sums of blocks that a request's program adds at a time, of all its drafts.
+SUMS_AT_ONCE = tl.constexpr(2048)
 
 
 @triton.jit
@@ -163,15 +165,15 @@ def test_ratios(
     PROBABILITIES: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Whether p and q accept the drafts of a request; meaningless where they are not tested.
 
     Args:
         rows: (row, draft, whether it is tested), [STEPS] each.
-        COLUMNS: blocks whose sums are added at a time.
     """
     row, draft, tested = rows
+    most: tl.constexpr = SUMS_AT_ONCE // row.shape[0]
+    COLUMNS: tl.constexpr = BLOCKS if most > BLOCKS else most
     references = tl.zeros(row.shape, tl.float32)
     scales = tl.zeros(row.shape, tl.int64)
     exponent_scales = tl.zeros(row.shape, tl.float32)
@@ -211,25 +213,22 @@ def accept_drafts(
     workspace,
     outputs,
     sizes,
-    RATIO: tl.constexpr,
     PROBABILITIES: tl.constexpr,
     STEPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Write the tokens of one request and their number.
 
-    With RATIO the last token is the drawn one here; the workspace says where it is drawn again.
+    Where distributions are known, the last token is the drawn one here; the workspace says where it is drawn again.
 
     Args:
         drawn, parameters, drafts, workspace, outputs: bundles of `verification_args.py`.
         stride, sizes, BLOCKS, OVERLAP: as in `max_of_blocks`.
-        RATIO: distributions are known.
         STEPS: a power of two, above max_drafts.
-        COLUMNS: as in `test_ratios`.
     """
+    RATIO: tl.constexpr = drafts.distributions is not None
     if RATIO:
         after_the_last_launch(OVERLAP)
     max_drafts, V, draft_V = sizes
@@ -244,7 +243,7 @@ def accept_drafts(
     if RATIO:
         rows = draft_rows(parameters, drafts, request, step, max_drafts, V)
         by_ratio = test_ratios(
-            drawn, stride, parameters, drafts, workspace, V, draft_V, rows, PROBABILITIES, BLOCKS, BLOCK, COLUMNS
+            drawn, stride, parameters, drafts, workspace, V, draft_V, rows, PROBABILITIES, BLOCKS, BLOCK
         )
         accepted = tl.where(rows[2], by_ratio, accepted)
     num_accepted = tl.min(tl.where((step < num_drafts) & accepted, STEPS, step), 0)

@@ -21,8 +21,6 @@ from dsl_backend.sampling.verification_spec import Drafts, Known, VerificationSp
 
 MIN_BLOCK, MAX_BLOCK = 512, 4096
 LOGITS_OF_THREAD = 16
-# Sums of blocks that a request's program adds at a time, of all its drafts.
-SUMS_AT_ONCE = 2048
 
 
 def block_of(vocab: int, sms: int) -> int:
@@ -112,16 +110,13 @@ class TritonVerifier:
         Args:
             given, sizes: the kernel's first four arguments, and its last one.
         """
-        steps = triton.next_power_of_2(self.spec.max_drafts + 1)
         accept_drafts[(requests,)](
             *given,
             self.workspace,
             outputs,
             sizes,
-            RATIO=self.spec.known is not Known.TOKENS,
             PROBABILITIES=self.spec.known is Known.PROBABILITIES,
-            STEPS=steps,
-            COLUMNS=min(self.blocks, SUMS_AT_ONCE // steps),
+            STEPS=triton.next_power_of_2(self.spec.max_drafts + 1),
             BLOCKS=self.blocks,
             BLOCK=self.block,
             OVERLAP=self.overlap,
