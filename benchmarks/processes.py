@@ -76,6 +76,17 @@ def first_ephemeral_port() -> int:
         return 32768
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM raise SystemExit in this process, so that `finally` blocks stop what it started."""
+    signal.signal(signal.SIGTERM, end)
+
+
+def end(number: int, frame: object) -> None:
+    # `timeout` sends its signal twice; the second one must not interrupt the clean-up.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(128 + number)
+
+
 def stop_group(process: subprocess.Popen[bytes], first: signal.Signals = signal.SIGINT, wait_s: float = STOP_S) -> None:
     """End a process that leads a group, and that group; returns when they are gone.
 

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import datetime
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import facts
-from benchmarks.engine.command import end
+from benchmarks.processes import exit_on_sigterm
 from benchmarks.report import JsonLines
 from loadtests import client, offline, page, remote, servers
 from loadtests.client import ClientError, Load, ServerGoneError
@@ -470,7 +469,7 @@ def run(plan: Plan, arguments: Sequence[str], commit: str | None) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, end)
+    exit_on_sigterm()
     with tempfile.TemporaryDirectory(prefix="dsl-models-") as scratch:
         try:
             plan = plan_of(options, Path(scratch))

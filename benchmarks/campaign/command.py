@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..processes import exit_on_sigterm
 from . import __doc__ as about
 from . import findings
 from .execution import Campaign, planned
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         print("there is no CUDA device: the steps measure nothing without one", file=sys.stderr)
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
+    exit_on_sigterm()
     campaign = Campaign(options.out.resolve(), gpus, time.monotonic() + options.limit_seconds)
     campaign.execute(steps)
     (options.out / "summary.txt").write_text(findings.summary(campaign, most=None))

@@ -14,6 +14,7 @@ from rich.console import Console
 from .. import command, measured, report
 from ..case import SMALLEST
 from ..command import Options, Selection
+from ..processes import exit_on_sigterm
 from . import NAME, code_lines, compile_times, parts, tables
 from .tables import Choice, Table
 
@@ -52,6 +53,7 @@ def main(names: Sequence[str], json_path: pathlib.Path | None, options: Options,
     except (OSError, ValueError) as error:
         report.say(console, str(error))
         return 2
+    exit_on_sigterm()
     return measure(chosen, selections, device, options, report.JsonLines(json_path), console)
 
 

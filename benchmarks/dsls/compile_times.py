@@ -95,9 +95,11 @@ def asked(task: Task, device: str, folder: Path, until: float | None) -> dict[st
     try:
         output, _ = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
-        stop_group(process, wait_s=STOP_SECONDS)
-        process.communicate()
         return {"status": "stopped", "message": "it was not ready in time"}
+    finally:
+        stop_group(process, wait_s=STOP_SECONDS)
+        if process.stdout is not None:
+            process.stdout.close()
     lines = output.decode(errors="replace").splitlines()
     if process.returncode or not lines:
         words = " ".join(log.read_text(errors="replace").split())[-LAST_WORDS:]

@@ -4,7 +4,6 @@
 import argparse
 import json
 import math
-import signal
 import statistics
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import facts, report
+from ..processes import exit_on_sigterm
 from .children import Record, Settings, offline, served, side_by_side
 from .models import SHAPES, Shape
 from .scenarios import QUICK, QUICK_TOKENS, SCENARIOS, Scenario, choose, sampled
@@ -315,15 +315,8 @@ def show(model: str, columns: Sequence[Column], ids: Sequence[str], gathered: Re
     print(table(columns, ids))
 
 
-def end(number: int, frame: object) -> None:
-    """Handles a signal by raising, so that `finally` blocks stop the engines."""
-    # `timeout` sends its signal twice; the second one must not interrupt the clean-up.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise SystemExit(128 + number)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, end)
+    exit_on_sigterm()
     return run(options)

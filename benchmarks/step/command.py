@@ -21,7 +21,7 @@ from ..engine.children import cause, start
 from ..engine.command import GRAPH_SIZES, join_rows
 from ..engine.models import SHAPES, Shape, write
 from ..entry import at_least
-from ..processes import child_environment, stop_group
+from ..processes import child_environment, exit_on_sigterm, stop_group
 from . import worker
 from .host import Host, Span, rows_of
 from .parts import Part, compared, parts
@@ -322,4 +322,5 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    exit_on_sigterm()
     return run(options)

@@ -378,8 +378,11 @@ def test_the_hosts_profile_is_printed_and_recorded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(command.facts, "gather", lambda device, commit: {})
     monkeypatch.setattr(command, "executed", lambda *words: {"step_us": 900.0, "host": {**made, "spans": spans}})
+    asked: list[bool] = []
+    monkeypatch.setattr(command, "exit_on_sigterm", lambda: asked.append(True))
     path = tmp_path / "out.jsonl"
     assert command.main(["--model", "tiny", "--host", "--backends", "dsl", "--json", str(path)]) == 0
+    assert asked == [True], "its worker would outlive it"
     text = capsys.readouterr().out
     assert "a step takes 900 us on the host" in text
     assert re.search(r"\| linear/api.py:linear +\| 3 +\| 40.0 +\| 20.00 +\|", text)

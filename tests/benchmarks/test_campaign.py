@@ -243,7 +243,10 @@ class TestCommand:
     ) -> None:
         many = "for i in range(20): print('figure', i)"
         monkeypatch.setattr(steps, "STEPS", (step("a", many), step("b", "raise SystemExit(1)")))
+        asked: list[bool] = []
+        monkeypatch.setattr(command, "exit_on_sigterm", lambda: asked.append(True))
         assert command.main(["--out", str(tmp_path), "--gpus", "0,1", "--limit-seconds", "60"]) == 1
+        assert asked == [True], "its steps would outlive it"
         said = capsys.readouterr().out
         for text in ((tmp_path / "summary.txt").read_text(), said):
             assert "1 of 2 steps succeeded" in text

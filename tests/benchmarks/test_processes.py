@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the checks and benches start processes with."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +42,27 @@ def test_first_ephemeral_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, t
         path.write_text(text)
     monkeypatch.setattr(processes, "EPHEMERAL", path)
     assert processes.first_ephemeral_port() == first
+
+
+def test_sigterm_ends_what_a_process_started() -> None:
+    """Without `exit_on_sigterm` the parent ends at once, and the child sleeps on."""
+    child = "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); time.sleep(60)"
+    parent = f"""
+import os, subprocess, sys, time
+from benchmarks.processes import exit_on_sigterm, stop_group
+exit_on_sigterm()
+process = subprocess.Popen([sys.executable, "-c", {child!r}], preexec_fn=os.setpgrp)
+try:
+    print(process.pid, flush=True)
+    time.sleep(60)
+finally:
+    stop_group(process)
+"""
+    command = [sys.executable, "-c", parent]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=processes.ROOT, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
