@@ -54,6 +54,18 @@ class LaunchConfig(ctypes.Structure):
     ]
 
 
+class Tiled(ctypes.Structure):
+    """What a tensor map is asked for, in the order of stand_in_cuda.c's structure."""
+
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("type", "rank", "swizzle", "promotion", "fill")),
+        *((name, ctypes.POINTER(ctypes.c_uint64)) for name in ("sizes", "strides")),
+        *((name, ctypes.POINTER(ctypes.c_uint32)) for name in ("box", "element_strides")),
+    ]
+
+
+OnEncode = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Tiled))
 OnLaunch = ctypes.CFUNCTYPE(None, ctypes.POINTER(LaunchConfig), ctypes.c_uint64, ctypes.POINTER(ctypes.c_void_p))
 ATTRIBUTE_BYTES = 72
 
@@ -116,7 +128,7 @@ def library() -> ctypes.CDLL:
     subprocess.run(command, check=True, capture_output=True, text=True)
     knobs.nvidia.libcuda_path = folder
     loaded = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
-    loaded.stand_in.argtypes = (OnLaunch, *[ctypes.c_int] * 4)
+    loaded.stand_in.argtypes = (OnLaunch, OnEncode, *[ctypes.c_int] * 4)
     return loaded
 
 
@@ -174,9 +186,11 @@ def counting(target: Target) -> Iterator[list[Compilation]]:
 
 
 def tensors_in(argument: object) -> Iterator[torch.Tensor]:
-    """The tensors of an argument, which may be a tuple of tuples."""
+    """The tensors of an argument, which may be a tuple of tuples, or a descriptor that is made on the host."""
     if isinstance(argument, torch.Tensor):
         yield argument
+    elif isinstance(getattr(argument, "base", None), torch.Tensor):
+        yield argument.base  # type: ignore[attr-defined]
     elif isinstance(argument, tuple):
         for one in argument:
             yield from tensors_in(one)
@@ -214,6 +228,25 @@ def emulator_launch(launch: Launch, parameters: Any, arguments: tuple[Any, ...])
     )
 
 
+def encode_tiled(to: int, asked: Any) -> bool:
+    """Writes the tensor map that the launcher asks for; False if CUDA would refuse it."""
+    from emulator.errors import EmulatorError
+    from emulator.host import tensor_map
+
+    tiled = asked.contents
+    rank = tiled.rank
+    codes = tensor_map.Codes(tiled.type, 0, tiled.swizzle, tiled.promotion, tiled.fill)
+    sizes, strides = tuple(tiled.sizes[:rank]), tuple(tiled.strides[: rank - 1])
+    try:
+        made = tensor_map.tiled(
+            tiled.address, sizes, strides, tuple(tiled.box[:rank]), tuple(tiled.element_strides[:rank]), codes
+        )
+    except EmulatorError:
+        return False
+    ctypes.memmove(to, tensor_map.encode(made), tensor_map.BYTES)
+    return True
+
+
 def is_tritons(finding: Any) -> bool:
     """Whether Triton's code generation answers for it, and not a kernel.
 
@@ -234,6 +267,7 @@ def gpu(target: Target, *, emulate: bool = False) -> Iterator[StandIn]:
     Args:
         emulate: run the launches; the target is one that the emulator has. Leaving raises if its checks found errors.
     """
+    import triton
     from triton import knobs
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -246,6 +280,7 @@ def gpu(target: Target, *, emulate: bool = False) -> Iterator[StandIn]:
         machine = Machine(arch=target.arch, sms=target.sm_count, schedule="lazy", seed=0)
     made = StandIn(target)
     called: list[tuple[Any, tuple[Any, ...]]] = []
+    scratch: list[torch.Tensor] = []
     errors: list[BaseException] = []
 
     def on_launch(config: Any, function: int, parameters: Any) -> None:
@@ -258,9 +293,18 @@ def gpu(target: Target, *, emulate: bool = False) -> Iterator[StandIn]:
         made.launches.append(launch)
         if machine is not None:
             try:
-                machine.launch(emulator_launch(launch, parameters, arguments))
+                machine.launch(emulator_launch(launch, parameters, (*arguments, *scratch)))
             except BaseException as error:
                 errors.append(error)
+
+    def on_encode(to: int, asked: Any) -> int:
+        return encode_tiled(to, asked)
+
+    def allocate(size: int, align: int, stream: int | None) -> torch.Tensor:
+        """What a launch writes tensor maps to that it makes itself."""
+        room = torch.empty(size + align, dtype=torch.uint8)
+        scratch[:] = [room[-room.data_ptr() % align :][:size]]
+        return scratch[0]
 
     def compiled(*, key: str, fn: Any, **_: Any) -> None:
         made.compilations.append(Compilation(fn.name, key))
@@ -278,9 +322,10 @@ def gpu(target: Target, *, emulate: bool = False) -> Iterator[StandIn]:
             raise errors.pop()
         return kernel
 
-    entry = OnLaunch(on_launch)
-    library().stand_in(entry, *target.capability, target.smem_bytes, target.sm_count)
+    entry, encode = OnLaunch(on_launch), OnEncode(on_encode)
+    library().stand_in(entry, encode, *target.capability, target.smem_bytes, target.sm_count)
     driver.set_active(driver_of(target))
+    triton.set_allocator(allocate)
     with (
         taken_for(target),
         mock.patch.object(JITFunction, "run", call),

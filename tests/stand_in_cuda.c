@@ -6,14 +6,25 @@
 
 #include "cuda.h"
 
+// As far as Triton fills it: dimension 0 is the contiguous one, and the strides in bytes begin with dimension 1's.
+typedef struct {
+  uint64_t address;
+  uint32_t type, rank, swizzle, promotion, fill;
+  const uint64_t *sizes, *strides;
+  const uint32_t *box, *element_strides;
+} Tiled;
+
 typedef void (*OnLaunch)(const CUlaunchConfig *config, uint64_t function, void **parameters);
+typedef int (*OnEncode)(void *map, const Tiled *tiled);
 
 static OnLaunch on_launch;
+static OnEncode on_encode;
 static int capability_major, capability_minor, shared_bytes, sms;
 static uint64_t functions;
 
-void stand_in(OnLaunch call, int major, int minor, int most_shared, int sm_count) {
-  on_launch = call;
+void stand_in(OnLaunch launch, OnEncode encode, int major, int minor, int most_shared, int sm_count) {
+  on_launch = launch;
+  on_encode = encode;
   capability_major = major;
   capability_minor = minor;
   shared_bytes = most_shared;
@@ -102,6 +113,16 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
   on_launch(config, (uint64_t)(uintptr_t)function, parameters);
   return CUDA_SUCCESS;
+}
+
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+  Tiled tiled = {(uint64_t)(uintptr_t)address, type, rank, swizzle, promotion, fill, sizes, strides, box,
+                 element_strides};
+  return on_encode(map, &tiled) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult cuDriverGetVersion(int *version) {

@@ -144,6 +144,8 @@ HANDLER(prmt) {
 // Addresses. A shared address carries the CTA's rank from bit 24 on; generic ones lie in a window of their own.
 ONE64(cvta_shared, u64, x + w->shared_base)
 ONE64(cvta_to_shared, u64, (x - w->shared_base) & 0xFFFFFFFF)
+// The address in the space may be 32 bits wide: `mov.b32` cuts a parameter's, which is generic here.
+ONE64(cvta_param, u64, w->parameter_base + (u32)(x - w->parameter_base))
 ONE64(cvta_local, u64, x + w->local_base)
 ONE64(cvta_to_local, u64, x - w->local_base)
 static inline int in_window(u64 address, u64 base) { return address - base < 1ull << 32; }

@@ -329,6 +329,8 @@ def _cvta(op: Op) -> Recipe | None:
         return None
     if space in ("shared", "local"):
         return Recipe(f"cvta_{'to_' if op['to'] else ''}{space}")
+    if space == "param" and not op["to"]:
+        return Recipe("cvta_param")
     return Recipe("mov_b64")
 
 

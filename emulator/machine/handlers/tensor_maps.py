@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from emulator.core.program import SHARED_BASE
 from emulator.errors import Unsupported
-from emulator.host.tensor_map import BYTES, TensorMap, decode
+from emulator.host.tensor_map import BYTES, Element, TensorMap, decode
 from emulator.machine.access import by_space, load, store
 from emulator.machine.findings import Kind
 from emulator.machine.handlers.issue import distinct
@@ -61,6 +61,40 @@ def less_one(value: int) -> int:
     return value - 1
 
 
+# By the operand of `.elemtype` (PTX ISA 9.2, table 34): the element, and whether it is rounded to tf32.
+ELEMENT_TYPES = {
+    0: (Element.U8, False),
+    1: (Element.U16, False),
+    2: (Element.U32, False),
+    4: (Element.U64, False),
+    6: (Element.F16, False),
+    7: (Element.F32, False),
+    9: (Element.F64, False),
+    10: (Element.BF16, False),
+    11: (Element.F32, True),
+}
+# Bits of the word at byte 8.
+FLAGS = 8 * 8
+SWIZZLE_MODES = 4
+
+
+def element_type(value: int) -> tuple[Element, bool]:
+    if value not in ELEMENT_TYPES:
+        raise Unsupported(f"tensormap.replace of elemtype by {value}")
+    return ELEMENT_TYPES[value]
+
+
+def up_to(field: str, count: int) -> Callable[[int], int]:
+    """The value itself, which is below `count`: others are not followed."""
+
+    def encode(value: int) -> int:
+        if value >= count:
+            raise Unsupported(f"tensormap.replace of {field} by {value}")
+        return value
+
+    return encode
+
+
 def places(field: str, number: int) -> tuple[Bits, ...]:
     """The bits of a field, or of its element `number`."""
     if field == "global_address":
@@ -77,6 +111,14 @@ def places(field: str, number: int) -> tuple[Bits, ...]:
         return (Bits(8 * (55 + number), 8, less_one),)
     if field == "element_stride":
         return (Bits(8 * 52 + 3 * number, 3, less_one),)
+    if field == "elemtype":
+        is_tf32 = Bits(FLAGS + 16, 1, lambda value: int(element_type(value)[1]))
+        return (Bits(FLAGS + 7, 4, lambda value: int(element_type(value)[0].value[0])), is_tf32)
+    if field == "swizzle_mode":
+        return (Bits(FLAGS + 13, 3, up_to(field, SWIZZLE_MODES)),)
+    if field in ("interleave_layout", "fill_mode"):
+        # No layout, and zeros: what no bit says.
+        return (Bits(FLAGS, 0, up_to(field, 1)),)
     raise Unsupported(f"tensormap.replace of {field}")
 
 

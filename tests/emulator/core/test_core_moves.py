@@ -228,6 +228,16 @@ def test_generic_addresses():
         warp(made)
 
 
+def test_an_address_of_a_parameter_in_32_bits():
+    """As Triton takes it of a tensor map: `mov.b32` cuts the address, and `cvta` makes it generic again."""
+    body = "mov.b32 %r1, b; cvt.u64.u32 %rd1, %r1; cvta.param.u64 %rd2, %rd1; mov.b64 %rd3, b; cvta.param.u64 %rd4, %rd3;"
+    made = program(body, params=PARAMS)
+    for base in (0x7F0012345640, 0x7FFFFFFFFFF8):
+        w = warp(made, parameters=bytes(32), param_base=base)
+        assert w.run().kind is Kind.DONE
+        assert get(w, "%rd2") == get(w, "%rd4") == [base + 8] * 32
+
+
 def test_local_memory():
     body = """.local .align 16 .b8 stack[64];
     mov.b64 %rd1, stack; cvta.local.u64 %rd2, %rd1; mov.u32 %r1, %laneid; mov.b32 %r2, 77;

@@ -367,12 +367,13 @@ def test_maps_in_global_memory() -> None:
     assert (result.reshape(8, 8) == source[:8, :8]).all()
 
 
+@pytest.mark.parametrize("swizzle", ["0", "1"])
 @pytest.mark.parametrize("space", ["shared::cta", "global"])
-def test_maps_that_the_kernel_changes(space: str) -> None:
-    """A map of another matrix becomes one of rows 2 to 9 of the source, every second one of them, 12 columns."""
+def test_maps_that_the_kernel_changes(space: str, swizzle: str) -> None:
+    """A map of another matrix in tf32 becomes one of rows 2 to 9 of the source, every second one, 12 columns."""
     source, other, result = a_matrix(), a_matrix(4, 4), zeros(64)
     stored, target = zeros(128, np.uint8), zeros(128, np.uint8)
-    stored[:] = np.frombuffer(encode(map_of(other, (4, 4), Element.U32)), np.uint8)
+    stored[:] = np.frombuffer(encode(map_of(other, (4, 4), Element.F32, tf32=True)), np.uint8)
     # Parameters: the map, where it is copied to, the result, the source.
     body = START + "ld.param.b64 %rd1, [p1];\nld.param.b64 %rd10, [p0];\nld.param.b64 %rd11, [p3];\n"
     body += "setp.lt.u32 %p4, %r1, 32;\n@!%p4 bra behind;\nmul.wide.u32 %rd12, %r1, 4;\nadd.s64 %rd13, %rd10, %rd12;\n"
@@ -391,21 +392,30 @@ def test_maps_that_the_kernel_changes(space: str) -> None:
         ("box_dim", "b32", "1, 8"),
         ("rank", "b32", "1"),
         ("element_stride", "b32", "1, 1"),
+        ("elemtype", "b32", "2"),
+        ("interleave_layout", "b32", "0"),
+        ("swizzle_mode", "b32", swizzle),
+        ("fill_mode", "b32", "0"),
     ):
         body += f"@%p3 tensormap.replace.tile.{field}.{space}.b1024.{kind} {at}, {operands};\n"
     body += "bar.warp.sync -1;\n" + (copy if space == "shared::cta" else "")
     body += "fence.proxy.tensormap::generic.acquire.gpu [%rd1], 128;\nbehind:\n"
-    rest = EXPECT.format(bytes=256) + LOAD.format(x=4, y=0) + WAIT + OUT.replace("[p1]", "[p2]")
+    # With the pattern of 32 bytes, that is: with the halves of rows 4 to 7 of the box exchanged.
+    first = 4 if swizzle == "1" else 0
+    rest = EXPECT.format(bytes=256) + LOAD.format(x=4, y=-first) + WAIT + OUT.replace("[p1]", "[p2]")
     machine = run(body + INIT + rest, stored, target, result, source, other, block=64)
     assert not errors(machine)
     wanted = np.zeros((8, 8), np.uint32)
-    wanted[:4] = source[2:10:2, 4:12]
+    wanted[first : first + 4] = np.roll(source[2:10:2, 4:12], first, axis=1)
     assert (result.reshape(8, 8) == wanted).all()
 
 
-def test_fields_of_maps_that_nobody_knows() -> None:
-    line = "@%p3 tensormap.replace.tile.swizzle_mode.shared::cta.b1024.b32 [%r3], 3;\n"
-    with pytest.raises(Unsupported, match="swizzle_mode"):
+@pytest.mark.parametrize(
+    ("field", "value"), [("elemtype", 12), ("interleave_layout", 1), ("swizzle_mode", 4), ("fill_mode", 1)]
+)
+def test_fields_of_maps_that_nobody_knows(field: str, value: int) -> None:
+    line = f"@%p3 tensormap.replace.tile.{field}.shared::cta.b1024.b32 [%r3], {value};\n"
+    with pytest.raises(Unsupported, match=f"{field} by {value}"):
         load("@%p3 st.shared.b32 [%r3], 1;\n" + line)
 
 
