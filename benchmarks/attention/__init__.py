@@ -17,6 +17,7 @@ from . import (  # noqa: F401
     ours,
     ropes,
     rows,
+    tile_kernels,
     torch_sdpa,
     vllm_dense,
     vllm_mla,

@@ -51,9 +51,12 @@ def of_launch(name: str) -> Source:
     return Source(None, (f"launch/kernels/{name}_kernel.py",))
 
 
-def of_rows(operator: str) -> dict[str, Source]:
-    """The kernels of an operator of rows in other DSLs, of which RMSNorm has two: one adds a residual."""
-    names = {"Gluon": "gluon", "Helion": "helion", "TileLang": "tilelang", "cuTile": "cutile"}
+NAMES = {"Gluon": "gluon", "Helion": "helion", "TileLang": "tilelang", "cuTile": "cutile"}
+
+
+def of_others(operator: str, *columns: str) -> dict[str, Source]:
+    """An operator's kernels in other DSLs; some have two: RMSNorm with a residual, a linear layer with SwiGLU."""
+    names = {column: NAMES[column] for column in columns or NAMES}
     return {column: Source(None, (f"{operator}/kernels/{name}_kernel.py",)) for column, name in names.items()}
 
 
@@ -79,7 +82,7 @@ SOURCES: dict[str, dict[str, Source]] = {
             ("ops/softmax.py",),
             ("_softmax_single_block_forward_kernel", "_softmax_multi_block_forward_kernel"),
         ),
-        **of_rows("softmax"),
+        **of_others("softmax"),
     },
     "norm": {
         "dsl": own("norm/cute/kernel.py"),
@@ -88,12 +91,13 @@ SOURCES: dict[str, dict[str, Source]] = {
         "Liger": Source(
             "liger_kernel", ("ops/rms_norm.py",), ("_rms_norm_forward_kernel", "_block_rms_norm_forward_kernel")
         ),
-        **of_rows("norm"),
+        **of_others("norm"),
     },
     "linear": {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),
         "Triton": own("linear/triton/gemm.py", "gemm/triton/tiles.py"),
         "quack": Source("quack", ("gemm_sm90.py", "gemm_default_epi.py")),
+        **of_others("linear", "Helion"),
     },
     "prefill": {
         "dsl": own(
@@ -103,6 +107,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "Triton": own("attention/triton/prefill.py", "attention/triton/tiles.py"),
         "TRITON_ATTN": Source("vllm", ("v1/attention/ops/triton_unified_attention.py",)),
         "FA4": Source("vllm", tuple(f"vllm_flash_attn/cute/{file}.py" for file in FA4)),
+        **of_others("attention", "Helion"),
     },
 }
 

@@ -54,14 +54,17 @@ TABLES = (
     Table(
         operator="linear",
         groups=("plain", "swiglu"),
-        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack"),
+        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack", "Helion"),
         compiled="swiglu-8192x10880x4096",
         shows="8192 x 8192 over the depth, and layers with SwiGLU",
     ),
     Table(
         operator="prefill",
         groups=("lengths",),
-        peers=("torch", "torch.compile", "Triton", "TRITON_ATTN", "FA2", "FA3", "FA4", "FLASHINFER", "cuDNN"),
+        peers=(
+            *("torch", "torch.compile", "Triton", "TRITON_ATTN", "FA2", "FA3", "FA4", "FLASHINFER", "cuDNN"),
+            "Helion",
+        ),
         compiled="lengths-hd128-h16x16-8x2k",
         shows="causal attention over lengths",
     ),
