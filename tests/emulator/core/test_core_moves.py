@@ -230,7 +230,8 @@ def test_generic_addresses():
 
 def test_an_address_of_a_parameter_in_32_bits():
     """As Triton takes it of a tensor map: `mov.b32` cuts the address, and `cvta` makes it generic again."""
-    body = "mov.b32 %r1, b; cvt.u64.u32 %rd1, %r1; cvta.param.u64 %rd2, %rd1; mov.b64 %rd3, b; cvta.param.u64 %rd4, %rd3;"
+    body = """mov.b32 %r1, b; cvt.u64.u32 %rd1, %r1; cvta.param.u64 %rd2, %rd1;
+    mov.b64 %rd3, b; cvta.param.u64 %rd4, %rd3;"""
     made = program(body, params=PARAMS)
     for base in (0x7F0012345640, 0x7FFFFFFFFFF8):
         w = warp(made, parameters=bytes(32), param_base=base)
