@@ -97,7 +97,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),
         "Triton": own("linear/triton/gemm.py", "gemm/triton/tiles.py"),
         "quack": Source("quack", ("gemm_sm90.py", "gemm_default_epi.py")),
-        **of_others("linear", "Helion"),
+        **of_others("linear", "Gluon", "Helion"),
     },
     "prefill": {
         "dsl": own(

@@ -54,7 +54,7 @@ TABLES = (
     Table(
         operator="linear",
         groups=("plain", "swiglu"),
-        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack", "Helion"),
+        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack", "Gluon", "Helion"),
         compiled="swiglu-8192x10880x4096",
         shows="8192 x 8192 over the depth, and layers with SwiGLU",
     ),

@@ -5,13 +5,47 @@ import torch
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing
+from ..columns import missing, missing_gluon
+from ..fastest import fastest
 from .problems import Inputs, Layer, Problem
+
+ALIGNED = 8  # elements of 16 bytes
 
 
 def operands_of(problem: Problem, layer: Layer) -> tuple[torch.Tensor, ...]:
     """x, then the weights: gate and up apart where the layer is gated."""
     return (layer.x, *layer.weight.chunk(2)) if problem.gated else (layer.x, layer.weight)
+
+
+def uneven(problem: Problem) -> list[str]:
+    """Why TMA does not copy a layer's rows."""
+    found = [name for name, size in (("n", problem.n), ("k", problem.k)) if size % ALIGNED]
+    return [f"serves multiples of {ALIGNED} for {' and '.join(found)}"] if found else []
+
+
+def gluon_objections(problem: Problem) -> list[str]:
+    return missing_gluon() + targets.detect().arch_objections("sm90") + uneven(problem)
+
+
+@provider("linear", name="Gluon", objections=gluon_objections, default=False, package="triton")
+def gluon(problem: Problem, inputs: Inputs) -> Run:
+    """The fastest of a few tiles."""
+    from .kernels import gluon_kernel as kernel
+
+    sms = targets.detect().sm_count
+
+    def bind(tile: kernel.Tile, layer: Layer) -> kernel.Launch:
+        x, *weights = operands_of(problem, layer)
+        return kernel.bind(tile, x, weights, layer.out, sms)
+
+    tile = fastest(kernel.GATED if problem.gated else kernel.PLAIN, lambda one: bind(one, inputs.layers[0]))
+    launches = [bind(tile, layer) for layer in inputs.layers]
+
+    def run(index: int) -> torch.Tensor:
+        launches[index]()
+        return inputs.layers[index].out
+
+    return run
 
 
 def helion_objections(problem: Problem) -> list[str]:

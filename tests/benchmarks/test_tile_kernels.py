@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products and attention in Helion: what Triton makes of the kernels runs on the emulator."""
+"""Products and attention in other DSLs: what Triton makes of the kernels in Gluon and Helion runs on the emulator."""
 
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+import torch
 
 import benchmarks
+from benchmarks.attention import tile_kernels as attention
 from benchmarks.attention.problems import dense
+from benchmarks.dsls import tables
+from benchmarks.fastest import fastest
+from benchmarks.linear import tile_kernels as linear
 from benchmarks.linear.problems import Problem
+from dsl_backend.runtime import target as targets
+from dsl_backend.runtime.target import from_arch
 from tests.gpu_stand_in import COMPILER
 
 CASES = {"linear": Problem(m=140, n=136, k=136), "prefill": dense(64, 4, 2, [256], [256])}
@@ -30,8 +38,8 @@ from tests.gpu_stand_in import gpu
 
 name, column = sys.argv[1:]
 operator, problem = {
-    "plain": ("linear", Problem(m=140, n=136, k=136, gated=False)),
-    "gated": ("linear", Problem(m=140, n=72, k=136)),
+    "plain": ("linear", Problem(m=400, n=136, k=200, gated=False)),
+    "gated": ("linear", Problem(m=400, n=72, k=200)),
     "attention": ("prefill", dense(64, 4, 2, [256, 256], [256, 256])),
 }[name]
 
@@ -48,6 +56,11 @@ if column == "Helion":
     made, known = helion.kernel, ConfigSpec.supports_config_key
     helion.kernel = with_one_configuration
     ConfigSpec.supports_config_key = lambda self, key: key == "host_tensor_descriptors" or known(self, key)
+if column == "Gluon":
+    from benchmarks.linear.kernels import gluon_kernel
+
+    gluon_kernel.PLAIN = (gluon_kernel.Tile(128, 128, 3),)
+    gluon_kernel.GATED = (gluon_kernel.Tile(128, 64, 3),)
 table = benchmarks.operators()[operator]
 (provider,) = (one for one in table.providers([]) if one.name == column)
 inputs = table.build(problem, 2, torch.device("cpu"), 3)
@@ -73,6 +86,14 @@ def run(problem: str, column: str, environment: dict[str, str]) -> list[str]:
     return found.stdout.split()
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("problem", ["plain", "gated"])
+def test_gluon_on_the_emulator(problem: str, server_environment: dict[str, str]) -> None:
+    """Eight tiles for three CTAs, and more steps than stages."""
+    pytest.importorskip("triton.experimental.gluon._runtime", reason="this Triton has no Gluon")
+    assert run(problem, "Gluon", server_environment) == [WGMMA, TMA]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("problem", ["plain", "gated", "attention"])
 def test_helion_on_the_emulator(problem: str, server_environment: dict[str, str]) -> None:
@@ -81,15 +102,76 @@ def test_helion_on_the_emulator(problem: str, server_environment: dict[str, str]
     assert run(problem, "Helion", server_environment) == ([WGMMA] if problem == "attention" else [WGMMA, TMA])
 
 
-@pytest.mark.parametrize("column", ["Helion"])
-def test_each_says_what_it_does_not_serve(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, group in (("linear", "plain"), ("prefill", "lengths")):
-        table = benchmarks.operators()[name]
-        (provider,) = (one for one in table.providers([]) if one.name == column)
-        module = sys.modules[provider.make.__module__]
-        assert any("installed" in reason or "CUDA device" in reason for reason in provider.objections(CASES[name]))
-        monkeypatch.setattr(module, "missing", lambda *_: [])
-        assert not any(provider.objections(case.problem) for case in table.cases() if case.group == group)
-    said = provider.objections(dense(256, 4, 2, [100, 200], [100, 300], window_left=64))
+# The operators of each column, and the GPUs that it is not for.
+COLUMNS = {"Gluon": ({"linear"}, "sm_100a"), "Helion": ({"linear", "prefill"}, None)}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_each_serves_the_tables_rows(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operators, other = COLUMNS[column]
+    for table in tables.TABLES:
+        if table.operator not in CASES:
+            continue
+        operator = benchmarks.operators()[table.operator]
+        found = [one for one in operator.providers([]) if one.name == column]
+        assert bool(found) == (column in table.peers) == (table.operator in operators)
+        for provider in found:
+            words = ("installed", "CUDA device")
+            assert any(word in reason for reason in provider.objections(CASES[table.operator]) for word in words)
+            module = sys.modules[provider.make.__module__]
+            with monkeypatch.context() as patch:
+                for name in ("missing", "missing_gluon"):
+                    patch.setattr(module, name, lambda *_: [], raising=False)
+                patch.setattr(targets, "at_hand", lambda *_: from_arch("sm_90a"))
+                rows = [case.problem for case in operator.cases() if case.group in table.groups]
+                assert rows
+                assert not any(provider.objections(row) for row in rows)
+                if other is not None:
+                    patch.setattr(targets, "at_hand", lambda *_: from_arch(other))
+                    assert provider.objections(rows[0])
+
+
+def test_attention_says_what_it_does_not_serve() -> None:
+    said = attention.layout_objections(dense(256, 4, 2, [100, 200], [100, 300], window_left=64))
     for word in ("one length", "context", "window", "multiples of 128 tokens", "heads of 64 and 128"):
         assert any(word in reason for reason in said)
+
+
+def test_a_linear_layer_says_what_it_does_not_serve() -> None:
+    assert linear.uneven(Problem(m=3, n=12, k=20)) == ["serves multiples of 8 for n and k"]
+    assert not linear.uneven(Problem(m=3, n=16, k=24))
+
+
+class Event:
+    """A clock that launches advance."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at - self.at
+
+
+def test_the_fastest_is_chosen_of_those_that_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    def bind(cost: float) -> Callable[[], None]:
+        def launch() -> None:
+            if not cost:
+                raise MemoryError("too much shared memory")
+            Event.now += cost
+
+        return launch
+
+    assert fastest([0.0, 3.0, 1.0, 2.0], bind) == 1.0
+    assert fastest([0.0], bind) == 0.0
+    with pytest.raises(MemoryError, match="shared memory"):
+        fastest([0.0, 0.0], bind)
