@@ -216,6 +216,9 @@ class BodyParser:
         line = tokens.line()
         guard = self._guard() if tokens.accept("@") else None
         text = tokens.take()
+        # Modifiers may stand apart, as TileLang's `.L2::cache_hint` does.
+        while tokens.peek().startswith("."):
+            text += tokens.take()
         operands: list[Operand] = []
         if tokens.peek() != ";":
             operands.append(self._operand())

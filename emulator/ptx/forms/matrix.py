@@ -16,6 +16,7 @@ ldmatrix       .sync .aligned .shape=m8n16 .num=x1|x2|x4 .space=shared::cta|shar
 ldmatrix       .sync .aligned .shape=m16n16 .num=x1|x2 .trans .space=shared::cta|shared? .type=b8x16 \
                .from=b6x16_p32|b4x16_p64 : >d:b32*, [a:space]
 stmatrix       .sync .aligned .shape=m8n8 .num=x1|x2|x4 .trans? .space=shared::cta|shared? .type=b16 : [a:space], b:b32*
+stmatrix       .sync .aligned .num=x1|x2|x4 .shape=m8n8 .trans? .space=shared::cta|shared? .type=b16 : [a:space], b:b32*
 stmatrix       .sync .aligned .shape=m16n8 .num=x1|x2|x4 .trans .space=shared::cta|shared? .type=b8 : [a:space], b:b32*
 movmatrix      .sync .aligned .shape=m8n8 .trans .type=b16                    : >d:b32, a:b32
 mma            .sync .aligned .shape=m16n8k8|m16n8k16 .row .col .dtype=f16|f32 .atype=f16 .btype=f16 .ctype=f16|f32 \

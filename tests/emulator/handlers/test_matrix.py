@@ -68,14 +68,17 @@ def test_ldmatrix_reads_the_rows_of_its_first_lanes_only() -> None:
     assert machine.profile.kernels["k"].events["ldmatrix bytes"] == 256
 
 
+@pytest.mark.parametrize("order", ["m8n8.x4", "x4.m8n8"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_stmatrix_and_back(schedule: str) -> None:
+def test_stmatrix_and_back(schedule: str, order: str) -> None:
+    """As the ISA orders the modifiers, and as CUTLASS and TileLang do."""
     source, out = words(), zeros(128)
-    machine = run(START + STORE + "bar.sync 0;\n" + LOAD + OUT, source, out, schedule=schedule)
+    store = STORE.replace("m8n8.x4", order)
+    machine = run(START + store + "bar.sync 0;\n" + LOAD + OUT, source, out, schedule=schedule)
     assert not errors(machine)
     assert (out == source).all()
     read = "ld.shared.v4.b32 {%r4, %r5, %r6, %r7}, [%r12];\n"
-    machine = run(START + STORE + "bar.sync 0;\n" + read + OUT, source, out, schedule=schedule)
+    machine = run(START + store + "bar.sync 0;\n" + read + OUT, source, out, schedule=schedule)
     assert not errors(machine)
     assert (fragments(out) == source.reshape(32, 4)).all()
     assert machine.profile.kernels["k"].events["stmatrix bytes"] == 512

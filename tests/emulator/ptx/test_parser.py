@@ -329,6 +329,11 @@ def test_operands_decide_between_forms_of_one_opcode():
     assert remote.op["space"] == "shared::cluster"
 
 
+def test_modifiers_may_stand_apart():
+    together, apart = code("ld.global.L1::no_allocate.b32 %r1, [%rd1]; ld.global .L1::no_allocate .b32 %r1, [%rd1];")
+    assert together == apart
+
+
 def test_instructions_are_equal_whatever_their_line():
     first, second = code("add.s32 %r1, %r2, 1;\n\nadd.s32 %r1, %r2, 1;")
     assert first == second
