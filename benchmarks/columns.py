@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns of an operator's table: this package's kernels, the benchmarks' peers, and installed providers."""
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -59,6 +60,20 @@ def missing(module: str, package: str | None = None) -> list[str]:
     return absent + needs_gpu()
 
 
+@cache
+def broken(module: str) -> tuple[str, ...]:
+    """Why an installed module cannot be imported; empty if it can."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # another distribution may raise anything
+        return (f"{module} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}",)
+    return ()
+
+
+def missing_tilelang() -> list[str]:
+    return missing("tilelang") or list(broken("tilelang"))
+
+
 def missing_gluon() -> list[str]:
     if found := missing("triton"):
         return found
@@ -67,6 +82,7 @@ def missing_gluon() -> list[str]:
 
 
 def missing_cutile() -> list[str]:
-    """`cuda` is a namespace that cuda-python has too."""
+    """`cuda` is a namespace that cuda-python has too; a folder of that name with an `__init__.py` hides the others."""
     there = importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.tile")
-    return ([] if there else ["cuda-tile is not installed"]) + needs_gpu()
+    found = ([] if there else ["cuda-tile is not installed"]) + needs_gpu()
+    return found or list(broken("cuda.tile"))

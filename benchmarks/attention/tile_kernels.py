@@ -5,12 +5,15 @@ They serve what torch's attention serves: requests of one length without a conte
 pages before the timing. Reference times, not replacements.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
+from dsl_backend.checks import short
 from dsl_backend.providers import Run, provider
 
-from ..columns import missing
+from ..columns import missing, missing_tilelang
+from ..fastest import fastest
 from .cudnn_fp8 import side_by_side
 from .inputs import Inputs
 from .problems import Problem
@@ -56,6 +59,32 @@ def helion(problem: Problem, inputs: Inputs) -> Run:
 
     def run(index: int) -> torch.Tensor:
         kernel(*operands[index], problem.scale)
+        return inputs.layers[index].out
+
+    return run
+
+
+def tilelang_objections(problem: Problem) -> list[str]:
+    return missing_tilelang() + layout_objections(problem)
+
+
+@provider("prefill", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")
+def tilelang(problem: Problem, inputs: Inputs) -> Run:
+    """The fastest of a few tiles."""
+    from .kernels import tilelang_kernel as kernel
+
+    operands = operands_of(problem, inputs)
+    sizes = problem.requests, problem.q_lens[0], problem.heads_q, problem.heads_kv, problem.head_dim, problem.scale
+    compiled = cache(lambda tile: kernel.causal(*sizes, short(problem.dtype), tile))
+
+    def bind(tile: kernel.Tile) -> Callable[[], object]:
+        launch = compiled(tile)
+        return lambda: launch(*operands[0])
+
+    launch = compiled(fastest(kernel.TILES, bind))
+
+    def run(index: int) -> torch.Tensor:
+        launch(*operands[index])
         return inputs.layers[index].out
 
     return run

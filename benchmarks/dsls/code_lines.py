@@ -97,7 +97,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),
         "Triton": own("linear/triton/gemm.py", "gemm/triton/tiles.py"),
         "quack": Source("quack", ("gemm_sm90.py", "gemm_default_epi.py")),
-        **of_others("linear", "Gluon", "Helion"),
+        **of_others("linear", "Gluon", "Helion", "TileLang"),
     },
     "prefill": {
         "dsl": own(
@@ -107,7 +107,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "Triton": own("attention/triton/prefill.py", "attention/triton/tiles.py"),
         "TRITON_ATTN": Source("vllm", ("v1/attention/ops/triton_unified_attention.py",)),
         "FA4": Source("vllm", tuple(f"vllm_flash_attn/cute/{file}.py" for file in FA4)),
-        **of_others("attention", "Helion"),
+        **of_others("attention", "Helion", "TileLang"),
     },
 }
 

@@ -7,7 +7,7 @@ import torch
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, missing_cutile, missing_gluon, needs_gpu
+from ..columns import missing, missing_cutile, missing_gluon, missing_tilelang, needs_gpu
 from .problems import THREADS, Inputs, Problem
 
 REFERENCE = "reference"
@@ -153,7 +153,7 @@ def helion(problem: Problem, inputs: Inputs) -> Run:
 
 
 def tilelang_objections(problem: Problem) -> list[str]:
-    return missing("tilelang")
+    return missing_tilelang()
 
 
 @provider("launch", name="TileLang", objections=tilelang_objections, package="tilelang")

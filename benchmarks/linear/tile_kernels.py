@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A linear layer in other DSLs: short kernels, for the comparison of DSLs."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
+from dsl_backend.checks import short
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, missing_gluon
+from ..columns import missing, missing_gluon, missing_tilelang
 from ..fastest import fastest
 from .problems import Inputs, Layer, Problem
 
@@ -63,5 +67,31 @@ def helion(problem: Problem, inputs: Inputs) -> Run:
         layer = inputs.layers[index]
         made: torch.Tensor = kernel(*operands_of(problem, layer), layer.out)
         return made
+
+    return run
+
+
+def tilelang_objections(problem: Problem) -> list[str]:
+    return missing_tilelang() + uneven(problem)
+
+
+@provider("linear", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")
+def tilelang(problem: Problem, inputs: Inputs) -> Run:
+    """The fastest of a few tiles."""
+    from .kernels import tilelang_kernel as kernel
+
+    make, tiles = (kernel.swiglu, kernel.GATED) if problem.gated else (kernel.product, kernel.PLAIN)
+    compiled = cache(lambda tile: make(problem.m, problem.n, problem.k, short(problem.dtype), tile))
+
+    def bind(tile: kernel.Tile) -> Callable[[], object]:
+        layer, launch = inputs.layers[0], compiled(tile)
+        return lambda: launch(layer.x, layer.weight, layer.out)
+
+    launch = compiled(fastest(tiles, bind))
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        launch(layer.x, layer.weight, layer.out)
+        return layer.out
 
     return run

@@ -6,7 +6,7 @@ from dsl_backend.checks import short
 from dsl_backend.norm.spec import NormTensors
 from dsl_backend.providers import Run, provider
 
-from ..columns import missing, missing_cutile, missing_gluon
+from ..columns import missing, missing_cutile, missing_gluon, missing_tilelang
 from ..row_tiles import block_of, part_of, too_wide, uneven, warps_of
 from .problems import EPS, Inputs, Problem
 from .providers import of_16_or_32_bits
@@ -56,7 +56,7 @@ def helion(problem: Problem, inputs: Inputs) -> Run:
 
 
 def tilelang_objections(problem: Problem) -> list[str]:
-    return missing("tilelang") + uneven(problem.width) + of_16_or_32_bits(problem)
+    return missing_tilelang() + uneven(problem.width) + of_16_or_32_bits(problem)
 
 
 @provider("norm", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")

@@ -5,7 +5,7 @@ import torch
 from dsl_backend.checks import short
 from dsl_backend.providers import Run, provider
 
-from ..columns import missing, missing_cutile, missing_gluon
+from ..columns import missing, missing_cutile, missing_gluon, missing_tilelang
 from ..row_tiles import block_of, part_of, too_wide, uneven, warps_of
 from .problems import Inputs, Problem
 
@@ -47,7 +47,7 @@ def helion(problem: Problem, inputs: Inputs) -> Run:
 
 
 def tilelang_objections(problem: Problem) -> list[str]:
-    return missing("tilelang") + uneven(problem.width)
+    return missing_tilelang() + uneven(problem.width)
 
 
 @provider("softmax", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")

@@ -81,7 +81,7 @@ def test_each_says_what_it_does_not_serve(operator: str, monkeypatch: pytest.Mon
     cases = {case.group: case.problem for case in table.cases()}
     grid, odd, wide = (cases[group] for group in ("grid", "odd", "logprobs" if operator == "softmax" else "wide"))
     module = sys.modules[columns["Gluon"].make.__module__]
-    for name in ("missing", "missing_gluon", "missing_cutile"):
+    for name in ("missing", "missing_gluon", "missing_tilelang", "missing_cutile"):
         monkeypatch.setattr(module, name, lambda *_: [])
     assert not any(columns[name].objections(grid) for name in COLUMNS)
     assert {name for name in COLUMNS if columns[name].objections(wide)} == {"Gluon", "TileLang", "cuTile"}

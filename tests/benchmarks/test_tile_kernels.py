@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products and attention in other DSLs: what Triton makes of the kernels in Gluon and Helion runs on the emulator."""
+"""Products and attention in other DSLs: what the DSLs make of the kernels runs on the emulator."""
 
 import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 import benchmarks
+from benchmarks import columns
 from benchmarks.attention import tile_kernels as attention
 from benchmarks.attention.problems import dense
 from benchmarks.dsls import tables
@@ -19,6 +21,7 @@ from benchmarks.linear.problems import Problem
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
 from tests.gpu_stand_in import COMPILER
+from tests.tilelang_stand_in import NVCC
 
 CASES = {"linear": Problem(m=140, n=136, k=136), "prefill": dense(64, 4, 2, [256], [256])}
 # One problem through a column, compared with float64. A process of its own: others interpret Triton.
@@ -30,6 +33,7 @@ from unittest import mock
 import torch
 
 import benchmarks
+from benchmarks import columns
 from benchmarks import check
 from benchmarks.attention.problems import dense
 from benchmarks.linear.problems import Problem
@@ -61,6 +65,15 @@ if column == "Gluon":
 
     gluon_kernel.PLAIN = (gluon_kernel.Tile(128, 128, 3),)
     gluon_kernel.GATED = (gluon_kernel.Tile(128, 64, 3),)
+sources = []
+if column == "TileLang":
+    from benchmarks.attention.kernels import tilelang_kernel as attention
+    from benchmarks.linear.kernels import tilelang_kernel as linear
+    from tests.tilelang_stand_in import Emulated
+
+    attention.causal = Emulated(attention.causal, sources)
+    linear.product, linear.swiglu = Emulated(linear.product, sources), Emulated(linear.swiglu, sources)
+    attention.TILES, linear.PLAIN, linear.GATED = attention.TILES[:1], linear.PLAIN[-1:], linear.GATED[-1:]
 table = benchmarks.operators()[operator]
 (provider,) = (one for one in table.providers([]) if one.name == column)
 inputs = table.build(problem, 2, torch.device("cpu"), 3)
@@ -70,8 +83,9 @@ with gpu(replace(from_arch("sm_90a"), sm_count=3), emulate=True) as stand_in:
     prepared = provider.prepare(problem, inputs)
     out = prepared.view(prepared.run(1))
 check.require_right(table.compared(inputs, 1, out), table.reference(problem, inputs, 1), problem.limits)
-(launch,) = stand_in.launches
-print(*(word for word in ("wgmma.mma_async", "cp.async.bulk.tensor") if word in launch.compiled.asm["ptx"]))
+sources += [launch.compiled.asm["ptx"] for launch in stand_in.launches]
+(ptx,) = sources
+print(*(word for word in ("wgmma.mma_async", "cp.async.bulk.tensor") if word in ptx))
 """
 WGMMA, TMA = "wgmma.mma_async", "cp.async.bulk.tensor"
 
@@ -102,8 +116,22 @@ def test_helion_on_the_emulator(problem: str, server_environment: dict[str, str]
     assert run(problem, "Helion", server_environment) == ([WGMMA] if problem == "attention" else [WGMMA, TMA])
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("problem", ["plain", "gated", "attention"])
+def test_tilelang_on_the_emulator(problem: str, server_environment: dict[str, str]) -> None:
+    if importlib.util.find_spec("tilelang") is None:
+        pytest.skip("TileLang is not installed")
+    if NVCC is None:
+        pytest.skip("TileLang's code needs nvcc")
+    assert run(problem, "TileLang", server_environment) == [WGMMA, TMA]
+
+
 # The operators of each column, and the GPUs that it is not for.
-COLUMNS = {"Gluon": ({"linear"}, "sm_100a"), "Helion": ({"linear", "prefill"}, None)}
+COLUMNS = {
+    "Gluon": ({"linear"}, "sm_100a"),
+    "Helion": ({"linear", "prefill"}, None),
+    "TileLang": ({"linear", "prefill"}, None),
+}
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -120,7 +148,7 @@ def test_each_serves_the_tables_rows(column: str, monkeypatch: pytest.MonkeyPatc
             assert any(word in reason for reason in provider.objections(CASES[table.operator]) for word in words)
             module = sys.modules[provider.make.__module__]
             with monkeypatch.context() as patch:
-                for name in ("missing", "missing_gluon"):
+                for name in ("missing", "missing_gluon", "missing_tilelang"):
                     patch.setattr(module, name, lambda *_: [], raising=False)
                 patch.setattr(targets, "at_hand", lambda *_: from_arch("sm_90a"))
                 rows = [case.problem for case in operator.cases() if case.group in table.groups]
@@ -175,3 +203,17 @@ def test_the_fastest_is_chosen_of_those_that_compile(monkeypatch: pytest.MonkeyP
     assert fastest([0.0], bind) == 0.0
     with pytest.raises(MemoryError, match="shared memory"):
         fastest([0.0, 0.0], bind)
+
+
+def test_a_package_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tilelang").mkdir()
+    (tmp_path / "tilelang" / "__init__.py").write_text("raise ImportError('no symbol\\n  of that name')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tilelang", raising=False)
+    columns.broken.cache_clear()
+    monkeypatch.setattr(columns, "needs_gpu", lambda: ["needs a CUDA device"])
+    assert columns.missing_tilelang() == ["needs a CUDA device"]
+    monkeypatch.setattr(columns, "needs_gpu", list)
+    assert columns.missing_tilelang() == ["tilelang cannot be imported: ImportError: no symbol of that name"]
+    columns.broken.cache_clear()
+    assert columns.broken("json") == ()
