@@ -41,7 +41,7 @@ def attempt(bind: Callable[[Candidate], Callable[[], Any]], candidate: Candidate
 def milliseconds(launch: Callable[[], Any]) -> float:
     """Of `LAUNCHES` launches, after one that compiles and warms up."""
     launch()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(LAUNCHES):
         launch()

@@ -12,7 +12,7 @@ import torch
 from dsl_backend.checks import short
 from dsl_backend.providers import Run, provider
 
-from ..columns import missing, missing_tilelang
+from ..columns import missing, missing_cutile, missing_tilelang
 from ..fastest import fastest
 from .cudnn_fp8 import side_by_side
 from .inputs import Inputs
@@ -85,6 +85,35 @@ def tilelang(problem: Problem, inputs: Inputs) -> Run:
 
     def run(index: int) -> torch.Tensor:
         launch(*operands[index])
+        return inputs.layers[index].out
+
+    return run
+
+
+def cutile_objections(problem: Problem) -> list[str]:
+    return missing_cutile() + layout_objections(problem)
+
+
+@provider("prefill", name="cuTile", objections=cutile_objections, default=False, package="cuda-tile")
+def cutile(problem: Problem, inputs: Inputs) -> Run:
+    """The fastest of a few tiles."""
+    import cuda.tile as ct
+
+    from .kernels import cutile_kernel as kernels
+
+    operands = operands_of(problem, inputs)
+    numbers = problem.scale * kernels.LOG2_E, problem.heads_q // problem.heads_kv, problem.head_dim
+
+    def bind(tile: kernels.Tile, layer: int) -> Callable[[], object]:
+        grid = problem.q_lens[0] // tile.queries, problem.heads_q, problem.requests
+        kernel, arguments = kernels.kernel(tile.warps), (*operands[layer], *numbers, tile.queries, tile.keys)
+        return lambda: ct.launch(torch.cuda.current_stream(), grid, kernel, arguments)
+
+    tile = fastest(kernels.TILES, lambda one: bind(one, 0))
+    launches = [bind(tile, layer) for layer in range(len(operands))]
+
+    def run(index: int) -> torch.Tensor:
+        launches[index]()
         return inputs.layers[index].out
 
     return run

@@ -494,6 +494,13 @@ STEPS = (
     ),
     bench("dsls-lengths", "dsls prefill ahead=60 --seconds 0.1", 120, 330, "DSLs compared: attention over lengths"),
     bench(
+        "dsls-others",
+        "dsls linear prefill ahead=90 --peers Gluon,Helion,TileLang,cuTile --seconds 0.1",
+        120,
+        330,
+        "products and attention over lengths in other DSLs",
+    ),
+    bench(
         "dsls-compile",
         "dsls compile --seconds 0.1",
         120,
@@ -543,7 +550,7 @@ PLANS = {
         "attention-tests-1=330 attention-tests-2=330 attention-tests-3=330 other-tests-1=280 other-tests-2=220 "
         "served=215 replays=150 experts-problems=200 experts-formats=60"
     ),
-    "checked": ("racecheck=400 memcheck=400 invariance=300 host-tests=200 cells-dsls=150 host=240"),
+    "checked": ("racecheck=400 memcheck=400 invariance=300 host-tests=200 cells-dsls=150 host=240 dsls-others=150"),
     "seventh": (
         "drafts-ngram=195 qwen3-4b=150 fp8-cache=160 fp8-cache-products=160 norm-exact=45 w4a16=70 norm-fp8=35 top-p=50"
     ),

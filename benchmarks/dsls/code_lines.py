@@ -10,7 +10,7 @@ import importlib.util
 import io
 import pathlib
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,30 @@ def of_launch(name: str) -> Source:
 NAMES = {"Gluon": "gluon", "Helion": "helion", "TileLang": "tilelang", "cuTile": "cutile"}
 
 
-def of_others(operator: str, *columns: str) -> dict[str, Source]:
-    """An operator's kernels in other DSLs; some have two: RMSNorm with a residual, a linear layer with SwiGLU."""
-    names = {column: NAMES[column] for column in columns or NAMES}
-    return {column: Source(None, (f"{operator}/kernels/{name}_kernel.py",)) for column, name in names.items()}
+def of_rows(operator: str) -> dict[str, Source]:
+    """The kernels of an operator of rows in other DSLs, of which RMSNorm has two: one adds a residual."""
+    return {column: Source(None, (f"{operator}/kernels/{name}_kernel.py",)) for column, name in NAMES.items()}
 
 
+def of_tiles(operator: str, functions: Mapping[str, tuple[str, ...]]) -> dict[str, Source]:
+    """The functions of an operator's kernels in other DSLs, which have host code beside them.
+
+    Args:
+        functions: by column. Linear layers have two kernels in one file: one is gated.
+    """
+    return {
+        column: Source(None, (f"{operator}/kernels/{NAMES[column]}_kernel.py",), names)
+        for column, names in functions.items()
+    }
+
+
+PRODUCTS = {
+    "Gluon": ("place", "load_tiles", "multiply", "linear"),
+    "Helion": ("product", "swiglu"),
+    "TileLang": ("product", "swiglu"),
+    "cuTile": ("place", "product", "swiglu"),
+}
+ATTENTION = {"Helion": ("attention",), "TileLang": ("causal",), "cuTile": ("causal",)}
 FA4 = ("flash_fwd_sm90", "mask", "softmax")
 # Operator -> provider -> what its kernel on SM90 is written in.
 SOURCES: dict[str, dict[str, Source]] = {
@@ -82,7 +100,7 @@ SOURCES: dict[str, dict[str, Source]] = {
             ("ops/softmax.py",),
             ("_softmax_single_block_forward_kernel", "_softmax_multi_block_forward_kernel"),
         ),
-        **of_others("softmax"),
+        **of_rows("softmax"),
     },
     "norm": {
         "dsl": own("norm/cute/kernel.py"),
@@ -91,13 +109,13 @@ SOURCES: dict[str, dict[str, Source]] = {
         "Liger": Source(
             "liger_kernel", ("ops/rms_norm.py",), ("_rms_norm_forward_kernel", "_block_rms_norm_forward_kernel")
         ),
-        **of_others("norm"),
+        **of_rows("norm"),
     },
     "linear": {
         "dsl": own("gemm/sm90/gemm.py", "gemm/tiled.py", "gemm/epilogue.py", "gemm/activation.py"),
         "Triton": own("linear/triton/gemm.py", "gemm/triton/tiles.py"),
         "quack": Source("quack", ("gemm_sm90.py", "gemm_default_epi.py")),
-        **of_others("linear", "Gluon", "Helion", "TileLang"),
+        **of_tiles("linear", PRODUCTS),
     },
     "prefill": {
         "dsl": own(
@@ -107,7 +125,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "Triton": own("attention/triton/prefill.py", "attention/triton/tiles.py"),
         "TRITON_ATTN": Source("vllm", ("v1/attention/ops/triton_unified_attention.py",)),
         "FA4": Source("vllm", tuple(f"vllm_flash_attn/cute/{file}.py" for file in FA4)),
-        **of_others("attention", "Helion", "TileLang"),
+        **of_tiles("attention", ATTENTION),
     },
 }
 

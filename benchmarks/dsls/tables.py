@@ -54,7 +54,7 @@ TABLES = (
     Table(
         operator="linear",
         groups=("plain", "swiglu"),
-        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack", "Gluon", "Helion", "TileLang"),
+        peers=("cuBLAS + silu_and_mul", "torch.compile", "Triton", "quack", *OTHER_DSLS),
         compiled="swiglu-8192x10880x4096",
         shows="8192 x 8192 over the depth, and layers with SwiGLU",
     ),
@@ -63,7 +63,7 @@ TABLES = (
         groups=("lengths",),
         peers=(
             *("torch", "torch.compile", "Triton", "TRITON_ATTN", "FA2", "FA3", "FA4", "FLASHINFER", "cuDNN"),
-            *("Helion", "TileLang"),
+            *OTHER_DSLS[1:],
         ),
         compiled="lengths-hd128-h16x16-8x2k",
         shows="causal attention over lengths",

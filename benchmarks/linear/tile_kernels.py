@@ -9,7 +9,7 @@ from dsl_backend.checks import short
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, missing_gluon, missing_tilelang
+from ..columns import missing, missing_cutile, missing_gluon, missing_tilelang
 from ..fastest import fastest
 from .problems import Inputs, Layer, Problem
 
@@ -93,5 +93,32 @@ def tilelang(problem: Problem, inputs: Inputs) -> Run:
         layer = inputs.layers[index]
         launch(layer.x, layer.weight, layer.out)
         return layer.out
+
+    return run
+
+
+def cutile_objections(problem: Problem) -> list[str]:
+    return missing_cutile()
+
+
+@provider("linear", name="cuTile", objections=cutile_objections, default=False, package="cuda-tile")
+def cutile(problem: Problem, inputs: Inputs) -> Run:
+    """The fastest of a few tiles."""
+    import cuda.tile as ct
+
+    from .kernels import cutile_kernel as kernels
+
+    def bind(tile: kernels.Tile, layer: Layer) -> Callable[[], object]:
+        grid = (ct.cdiv(problem.m, tile.rows) * ct.cdiv(problem.n, tile.columns), 1, 1)
+        kernel = kernels.kernel(problem.gated, tile.warps)
+        arguments = (*operands_of(problem, layer), layer.out, tile.rows, tile.columns, tile.depth)
+        return lambda: ct.launch(torch.cuda.current_stream(), grid, kernel, arguments)
+
+    tile = fastest(kernels.GATED if problem.gated else kernels.PLAIN, lambda one: bind(one, inputs.layers[0]))
+    launches = [bind(tile, layer) for layer in inputs.layers]
+
+    def run(index: int) -> torch.Tensor:
+        launches[index]()
+        return inputs.layers[index].out
 
     return run

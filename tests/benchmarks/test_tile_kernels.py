@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import columns
+from benchmarks import check, columns
 from benchmarks.attention import tile_kernels as attention
 from benchmarks.attention.problems import dense
 from benchmarks.dsls import tables
@@ -20,6 +20,7 @@ from benchmarks.linear import tile_kernels as linear
 from benchmarks.linear.problems import Problem
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
+from tests import cutile_stand_in
 from tests.gpu_stand_in import COMPILER
 from tests.tilelang_stand_in import NVCC
 
@@ -33,7 +34,6 @@ from unittest import mock
 import torch
 
 import benchmarks
-from benchmarks import columns
 from benchmarks import check
 from benchmarks.attention.problems import dense
 from benchmarks.linear.problems import Problem
@@ -126,11 +126,31 @@ def test_tilelang_on_the_emulator(problem: str, server_environment: dict[str, st
     assert run(problem, "TileLang", server_environment) == [WGMMA, TMA]
 
 
+@pytest.mark.parametrize("name", ["plain", "gated", "attention"])
+def test_cutile_as_torch_computes_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ragged tiles of rows, columns and depth; more than one group of tiles of rows; several tiles of keys."""
+    operator, problem = {
+        "plain": ("linear", Problem(m=1200, n=136, k=72, gated=False)),
+        "gated": ("linear", Problem(m=1200, n=72, k=136)),
+        "attention": ("prefill", dense(64, 4, 2, [256, 256], [256, 256])),
+    }[name]
+    table = benchmarks.operators()[operator]
+    (provider,) = (one for one in table.providers([]) if one.name == "cuTile")
+    monkeypatch.setattr(sys.modules[provider.make.__module__], "fastest", lambda tiles, bind: tiles[-1])
+    inputs = table.build(problem, 2, torch.device("cpu"), 3)
+    for layer in inputs.layers:
+        layer.out.fill_(torch.nan)
+    with cutile_stand_in.installed():
+        out = provider.prepare(problem, inputs).run(1)
+    check.require_right(table.compared(inputs, 1, out), table.reference(problem, inputs, 1), problem.limits)
+
+
 # The operators of each column, and the GPUs that it is not for.
 COLUMNS = {
     "Gluon": ({"linear"}, "sm_100a"),
     "Helion": ({"linear", "prefill"}, None),
     "TileLang": ({"linear", "prefill"}, None),
+    "cuTile": ({"linear", "prefill"}, None),
 }
 
 
@@ -148,7 +168,7 @@ def test_each_serves_the_tables_rows(column: str, monkeypatch: pytest.MonkeyPatc
             assert any(word in reason for reason in provider.objections(CASES[table.operator]) for word in words)
             module = sys.modules[provider.make.__module__]
             with monkeypatch.context() as patch:
-                for name in ("missing", "missing_gluon", "missing_tilelang"):
+                for name in ("missing", "missing_gluon", "missing_tilelang", "missing_cutile"):
                     patch.setattr(module, name, lambda *_: [], raising=False)
                 patch.setattr(targets, "at_hand", lambda *_: from_arch("sm_90a"))
                 rows = [case.problem for case in operator.cases() if case.group in table.groups]
