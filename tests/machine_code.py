@@ -377,8 +377,11 @@ def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
             block_key = block_scaled_host.key_of(spec, tiles)
             yield Made((block_key.first, block_key.second), partial(block_scaled_host.build, block_key, target))
         return
-    configs = scaled_configs.decode_candidates if arch == "sm_90a" else scaled_configs.candidates
-    for config in configs(spec, target):
+    configs: tuple[scaled_configs.Config, ...] = scaled_configs.candidates(spec, target)
+    if arch == "sm_90a":
+        widest = scaled_configs.wide(spec, target)
+        configs = (*configs, *scaled_configs.few(spec, target), *(() if widest is None else (widest,)))
+    for config in configs:
         key = scaled_host.key_of(spec, config)
         yield Made((key.first, key.second), partial(scaled_host.build, key, target))
 

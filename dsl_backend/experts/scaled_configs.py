@@ -23,6 +23,15 @@ BOXES = (64, 32)
 # H200 Qwen3-30B-A3B's layer took 0.92 to 0.97 of the time of tiles of 128 rows with 0.5 to 32 rows, and with 128 rows
 # 0.95 (blocks) and 1.03 (channels); an eighth of DeepSeek-V3's 0.97 to 1.00 with up to 16, and with 128 0.88 and 1.08.
 SIDE_BY_SIDE_ROWS = {True: 128, False: 32}
+# By whether scales are of blocks: wider tiles than BOXES make, for experts with many rows. A tile of 128 x 128 reads 32
+# KB into shared memory for 2 Mi multiplications of e4m3; for as many, one of 128 x 256 reads 24 KB and one of 128 x 192
+# reads 27. Where boxes take turns, they share one set of wgmma's accumulators. None of it was timed for experts.
+WIDE_TILES = {
+    True: ScaledGemmConfig(box_n=128, turns=2),
+    False: ScaledGemmConfig(box_n=96, promotion=MOST_PROMOTION),
+}
+# The fewest rows of an expert, on average, for them: two whole tiles.
+WIDE_ROWS = 256
 # Tokens of a consumer of the kernels for few, fewest first, and consumers. Two with 32 tokens each are faster than one
 # with 64 in layers that are no experts (docs/performance/scaled-linear.md).
 FEW_TOKENS = ((8, 1), (16, 1), (32, 1), (24, 2), (32, 2))
@@ -197,6 +206,39 @@ def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfi
         if few and 4 * side.ctas(spec, tokens, target)[1] >= 3 * target.used_sms:
             return side
     return tall
+
+
+@cache
+def wide(spec: ExpertsSpec, target: Target) -> ScaledExpertsConfig | None:
+    """SM90's kernels of wide tiles, with as many stages as fit; None where not both do."""
+    assert spec.weight is not None
+    tiles = WIDE_TILES[spec.weight.blocked]
+    first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec, True))
+    if not isinstance(first, ScaledGemmConfig) or not isinstance(second, ScaledGemmConfig):
+        return None
+    return ScaledExpertsConfig(first=first, second=second, beside=True, prefetches=True, trims=True)
+
+
+def wide_candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
+    """The kernels for any number of tokens, and those of wide tiles."""
+    found = wide(spec, target)
+    return candidates(spec, target) + (() if found is None else (found,))
+
+
+def wide_objections(spec: ExpertsSpec, target: Target) -> list[str]:
+    """Why the kernels of wide tiles, and those for fewer tokens, do not serve a layer."""
+    reasons = objections(spec, target)
+    if not reasons and wide(spec, target) is None:
+        reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for wide tiles")
+    return reasons
+
+
+def choose_wide(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfig:
+    """The kernels for so many tokens: of wide tiles from WIDE_ROWS rows of an expert on, on average."""
+    found = wide(spec, target.sparing(0))
+    if found is None or tokens * spec.topk < WIDE_ROWS * spec.num_experts:
+        return choose(spec, tokens, target)
+    return found
 
 
 def few_tiles(spec: ExpertsSpec) -> Iterator[ScaledSmallMConfig]:

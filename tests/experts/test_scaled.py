@@ -56,7 +56,7 @@ needs_triton = pytest.mark.skipif(
 )
 KERNELS = [REFERENCE, pytest.param("triton", marks=needs_triton)]
 # What serves them on a GPU, by its architecture.
-CUTE = {"cute-scaled": "sm90", "cute-scaled-sm100": "sm100"}
+CUTE = {"cute-scaled": "sm90", "cute-scaled-wide": "sm90", "cute-scaled-sm100": "sm100"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -353,6 +353,15 @@ FEW = ScaledExpertsConfig(first=SIDE, second=THIN, beside=True, prefetches=True,
 FEW_CHANNELS = ScaledExpertsConfig(
     first=replace(THIN, promotion=4), second=replace(SIDE, promotion=4), beside=True, prefetches=True, trims=True
 )
+# Boxes that take turns: the second product stores the columns of one after the other's.
+TURNS = ScaledGemmConfig(box_n=128, turns=2, stages=2)
+TURNED = ScaledExpertsConfig(first=TURNS, second=replace(TURNS, stages=3), beside=True, prefetches=True, trims=True)
+SMALL_TURNS = ScaledExpertsConfig(
+    first=replace(TURNS, box_n=64), second=replace(TURNS, box_n=64), beside=True, trims=True
+)
+WIDE_CHANNELS = ScaledExpertsConfig(
+    first=replace(PROMOTED, box_n=96), second=replace(PROMOTED, box_n=96), beside=True, prefetches=True, trims=True
+)
 NARROW_100, WIDE_100 = PromotedConfig(box_n=32, stages=2), PromotedConfig(box_n=64, stages=3)
 BLOCKS_100 = ScaledExpertsConfig(first=NARROW_100, second=WIDE_100, beside=True, prefetches=True)
 MORE_BLOCKS_100 = ScaledExpertsConfig(first=WIDE_100, second=PromotedConfig(box_n=16, stages=2), beside=True)
@@ -375,6 +384,13 @@ EMULATED: dict[str, tuple[str, ScaledExpertsConfig, int]] = {
     "few": ("blocks-padding", FEW, 1),
     "few-wide": ("blocks-wide", FEW, 1),
     "few-tall": ("blocks-tall", FEW, 3),
+    # Wide tiles: one row of tiles is partly filled, and several work tiles an expert.
+    "turns": ("blocks-padding", TURNED, 1),
+    "turns-wide": ("blocks-wide", TURNED, 1),
+    "turns-tall": ("blocks-tall", SMALL_TURNS, 3),
+    "turns-special": ("blocks-special", TURNED, 1),
+    "wide-channels": ("channels-x", WIDE_CHANNELS, 2),
+    "wide-channels-interleaved": ("channels-interleaved", WIDE_CHANNELS, 1),
     "few-channels": ("channels-x", FEW_CHANNELS, 2),
     "channels": ("channels", CHANNELS, 1),
     "channels-x": ("channels-x", CHANNELS, 2),
@@ -447,7 +463,8 @@ def random_served_case(draw: random.Random, most: int) -> ExpertsCase:
 def test_sm90_fuzz(seed: int) -> None:
     draw = random.Random(seed)
     case = random_served_case(draw, 200)
-    configs = (EPILOGUE, BESIDE, FOURS, FEW) if case.weight == BLOCK_SCALED else (CHANNELS, FEW_CHANNELS)
+    of_blocks, of_channels = (EPILOGUE, BESIDE, FOURS, FEW, TURNED), (CHANNELS, FEW_CHANNELS, WIDE_CHANNELS)
+    configs = of_blocks if case.weight == BLOCK_SCALED else of_channels
     emulate(case, draw.choice(configs), SCHEDULES[seed % 3], seed, draw.choice((1, 1, 3)))
 
 

@@ -27,9 +27,8 @@ class GroupedGemm(GroupedProduct, Gemm):
 
     def launch_kernel(self, params: GroupedParams, ctas, stream):
         """Launch so many CTAs."""
-        weight_rows = 2 * self.box_n
-        tiled_mma = self.tiled_mma(weight_rows)
-        self.kernel(params, tiled_mma, *self.smem_layouts(self.side * weight_rows), self.sOut_layout()).launch(
+        tiled_mma = self.tiled_mma(self.mma_n)
+        self.kernel(params, tiled_mma, *self.smem_layouts(self.side * 2 * self.box_n), self.sOut_layout()).launch(
             grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
         )
 
@@ -188,18 +187,23 @@ class GroupedGemm(GroupedProduct, Gemm):
         group: cutlass.Int32,
         thread: cutlass.Int32,
     ):
-        """Accumulators to the output, 64 rows at a time, from row `first` of the tile on, as far as there are rows."""
+        """Accumulators to the output, 64 rows at a time, from row `first` of the tile on, as far as there are rows.
+
+        Of these rows, the columns of one buffer after the other.
+        """
         copy_atom_r2s, thr_copy_r2s, tCrOut = self.epilogue_copy(thread)
-        for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
+        buffers = cutlass.const_expr(self.columns // self.epi_tile[1])
+        for i in cutlass.range_constexpr(self.mma_tiles_m * buffers):
+            mma_tile, turn = cutlass.const_expr(i // buffers), cutlass.const_expr(i % buffers)
             top = first + mma_tile * MMA_M
             if top < work.rows:
-                self.convert(params, acc, tCrOut, mma_tile, thread, work, top)
+                column = work.n_tile * self.columns + turn * self.epi_tile[1]
+                self.convert(params, acc, tCrOut, mma_tile, turn, thread, work, top, column)
                 # All threads have read what was staged last.
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                 cute.copy(copy_atom_r2s, thr_copy_r2s.retile(tCrOut), thr_copy_r2s.partition_D(sOut[None, None, group]))
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-                column = work.n_tile * self.columns
-                self.store_rows(params, sOut[None, None, group], work, top, column, thread, (MMA_M, self.columns))
+                self.store_rows(params, sOut[None, None, group], work, top, column, thread, self.epi_tile)
 
     @cute.jit
     def convert(
@@ -208,17 +212,22 @@ class GroupedGemm(GroupedProduct, Gemm):
         acc: cute.Tensor,
         tCrOut: cute.Tensor,
         mma_tile: cutlass.Constexpr[int],
+        turn: cutlass.Constexpr[int],
         thread: cutlass.Int32,
         work: WorkTile,
         top: cutlass.Int32,
+        first_column: cutlass.Int32,
     ):
         """64 rows of accumulators through scale, bias and activation to the output's type.
 
         wgmma's accumulators: a thread has columns 8 j + 2 (lane % 4) + a of rows 16 warp + lane / 4 + 8 b.
+
+        Args:
+            turn: which buffer's columns; 0 here, where one holds all.
         """
         lane = thread % 32
         n = params.mOut.shape[1]
-        column = work.n_tile * self.columns + 2 * (lane % 4)
+        column = first_column + 2 * (lane % 4)
         scales = [cutlass.Float32(1.0), cutlass.Float32(1.0)]
         if cutlass.const_expr(self.scaled or self.weighted):
             row = top + thread // 32 * 16 + lane // 4

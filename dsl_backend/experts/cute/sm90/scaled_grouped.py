@@ -23,6 +23,7 @@ from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER
 from dsl_backend.gemm.sm90.scaled_gemm import ScaledGemm
 from dsl_backend.gemm.views import bias_of
+from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.math import f32_to_e4m3
 from dsl_backend.primitives.pipeline import Pipeline
 
@@ -120,7 +121,8 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row_tile, tCrX, tCrW, acc = self.consumer_operands(tiled_mma, sX, sW, group, thread)
         first = row_tile * self.consumer_m
-        total = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        total_shape = self.tiled_mma(2 * self.box_n).partition_shape_C((self.consumer_m, 2 * self.box_n))
+        total = cute.make_rmem_tensor(total_shape, cutlass.Float32)
         held = cute.make_rmem_tensor((self.columns // 2, self.mma_tiles_m, self.group_tiles), cutlass.Float32)
         for i in cutlass.range(schedule.count // self.group_tiles, unroll=1):
             for part in cutlass.range_constexpr(self.group_tiles):
@@ -131,7 +133,9 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     if cutlass.const_expr(self.quantises):
                         self.hold(params, total, held, part, thread, cutlass.Int32(0), work.n_tile)
                     else:
-                        self.epilogue(params.of_expert(work.expert), total, sOut, work, first, group, thread)
+                        # Addresses of the epilogue, computed in front of the loop, would spill where sums are many.
+                        late = fence_register(thread)
+                        self.epilogue(params.of_expert(work.expert), total, sOut, work, first, group, late)
                 else:
                     self.pass_stages(pipeline, tile * k_tiles, 0, k_tiles, thread)
                     pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
@@ -171,15 +175,17 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         acc: cute.Tensor,
         tCrOut: cute.Tensor,
         mma_tile: cutlass.Constexpr[int],
+        turn: cutlass.Constexpr[int],
         thread: cutlass.Int32,
         work: WorkTile,
         top: cutlass.Int32,
+        first_column: cutlass.Int32,
     ):
         """64 rows of sums through their scales and the activation to the output's type; params are of the expert."""
         rows = [] if cutlass.const_expr(self.blocked) else self.rows_of(params, work, top, thread, 2)
         of_expert: Any = params
-        values = self.outputs(of_expert, acc, mma_tile, rows, work.n_tile * self.columns, thread)
-        for j in cutlass.range_constexpr(self.columns // 8):
+        values = self.outputs(of_expert, acc, mma_tile, rows, first_column, thread, turn)
+        for j in cutlass.range_constexpr(self.stored_columns // 8):
             for b in cutlass.range_constexpr(2):
                 for a in cutlass.range_constexpr(2):
                     tCrOut[(a, b, j), 0, 0] = values[j][b][a].to(self.out_dtype)
