@@ -25,7 +25,8 @@ BOXES = (64, 32)
 SIDE_BY_SIDE_ROWS = {True: 128, False: 32}
 # By whether scales are of blocks: wider tiles than BOXES make, for experts with many rows. A tile of 128 x 128 reads 32
 # KB into shared memory for 2 Mi multiplications of e4m3; for as many, one of 128 x 256 reads 24 KB and one of 128 x 192
-# reads 27. Where boxes take turns, they share one set of wgmma's accumulators. None of it was timed for experts.
+# reads 27. Where boxes take turns, they share one set of wgmma's accumulators. A tile of two boxes of 128 has a whole
+# group of the activation's result, so that its epilogue quantises it. None of it was timed for experts.
 WIDE_TILES = {
     True: ScaledGemmConfig(box_n=128, turns=2),
     False: ScaledGemmConfig(box_n=96, promotion=MOST_PROMOTION),
@@ -212,11 +213,11 @@ def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfi
 def wide(spec: ExpertsSpec, target: Target) -> ScaledExpertsConfig | None:
     """SM90's kernels of wide tiles, with as many stages as fit; None where not both do."""
     assert spec.weight is not None
-    tiles = WIDE_TILES[spec.weight.blocked]
-    first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec, True))
+    tiles, beside = WIDE_TILES[spec.weight.blocked], not spec.weight.blocked
+    first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec, beside))
     if not isinstance(first, ScaledGemmConfig) or not isinstance(second, ScaledGemmConfig):
         return None
-    return ScaledExpertsConfig(first=first, second=second, beside=True, prefetches=True, trims=True)
+    return ScaledExpertsConfig(first=first, second=second, beside=beside, prefetches=True, trims=True)
 
 
 def wide_candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:

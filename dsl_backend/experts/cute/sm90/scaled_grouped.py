@@ -130,19 +130,18 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                 work = self.columns_of(self.work_tile(params, schedule, tile), group)
                 if first < work.rows:
                     self.multiply(params, acc, total, tCrX, tCrW, pipeline, tile * k_tiles, work, first, thread)
+                    # Addresses of the epilogue, computed in front of the loop, would spill where sums are many.
+                    late = fence_register(thread)
                     if cutlass.const_expr(self.quantises):
-                        self.hold(params, total, held, part, thread, cutlass.Int32(0), work.n_tile)
+                        self.hold(params, total, held, part, late, cutlass.Int32(0), work.n_tile)
                     else:
-                        # Addresses of the epilogue, computed in front of the loop, would spill where sums are many.
-                        late = fence_register(thread)
                         self.epilogue(params.of_expert(work.expert), total, sOut, work, first, group, late)
                 else:
                     self.pass_stages(pipeline, tile * k_tiles, 0, k_tiles, thread)
                     pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
             if cutlass.const_expr(self.quantises):
-                self.quantised_epilogue(
-                    params, held, sOut, self.work_tile(params, schedule, i * self.group_tiles), first, group, thread
-                )
+                late, of_group = fence_register(thread), self.work_tile(params, schedule, i * self.group_tiles)
+                self.quantised_epilogue(params, held, sOut, of_group, first, group, late)
 
     @cute.jit
     def multiply(
