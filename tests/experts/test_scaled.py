@@ -355,7 +355,7 @@ FEW_CHANNELS = ScaledExpertsConfig(
 )
 # Boxes that take turns: the second product stores the columns of one after the other's.
 TURNS = ScaledGemmConfig(box_n=128, turns=2, stages=2)
-TURNED = ScaledExpertsConfig(first=TURNS, second=replace(TURNS, stages=3), beside=True, prefetches=True, trims=True)
+TURNED = ScaledExpertsConfig(first=TURNS, second=replace(TURNS, stages=3), prefetches=True, trims=True)
 SMALL_TURNS = ScaledExpertsConfig(
     first=replace(TURNS, box_n=64), second=replace(TURNS, box_n=64), beside=True, trims=True
 )

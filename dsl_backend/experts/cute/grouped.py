@@ -242,9 +242,22 @@ class GroupedProduct(GemmBase):
 
     def work_tile(self, params: GroupedParams, schedule: Schedule, tile) -> WorkTile:
         """A CTA's tile of a place in its list: bands of rows of tiles share weights in the L2 cache."""
-        m_tile, n_tile = raster(schedule.first + tile * schedule.stride, schedule.m_tiles, schedule.n_tiles, self.band)
         rRecord = cute.make_rmem_tensor(RECORD, cutlass.Int32)
+        self.load_record(params, schedule, tile, rRecord)
+        return self.tile_of(schedule, tile, rRecord)
+
+    def place_of(self, schedule: Schedule, tile):
+        """(m_tile, n_tile) of a place in a CTA's list."""
+        return raster(schedule.first + tile * schedule.stride, schedule.m_tiles, schedule.n_tiles, self.band)
+
+    def load_record(self, params: GroupedParams, schedule: Schedule, tile, rRecord: cute.Tensor):
+        """What the list of work tiles has of a tile, to registers that nothing waits for before `tile_of`."""
+        m_tile, _ = self.place_of(schedule, tile)
         load_vector(params.mTiles.iterator, cutlass.Int64(m_tile) * RECORD, rRecord)
+
+    def tile_of(self, schedule: Schedule, tile, rRecord: cute.Tensor) -> WorkTile:
+        """The tile whose record was loaded."""
+        m_tile, n_tile = self.place_of(schedule, tile)
         expert, first_row, rows = (cute.arch.make_warp_uniform(rRecord[i]) for i in range(3))
         return WorkTile(expert, first_row, rows, n_tile, m_tile)
 

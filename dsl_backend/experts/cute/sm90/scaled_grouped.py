@@ -12,6 +12,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 
+from dsl_backend.experts.cute.args import RECORD
 from dsl_backend.experts.cute.grouped import GroupedParams, Schedule, WorkTile
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.experts.cute.scaled_grouped import ScaledGroupedParams, ScaledProduct
@@ -60,12 +61,12 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         count = cute.ceil_div(cutlass.max(m_tiles * groups - first, 0), stride)
         return Schedule(m_tiles, groups, first, stride, count * self.group_tiles)
 
-    def work_tile(self, params: GroupedParams, schedule: Schedule, tile) -> WorkTile:
+    def place_of(self, schedule: Schedule, tile):
         """As the base's; tiles of a group follow one another."""
         if self.group_tiles == 1:
-            return super().work_tile(params, schedule, tile)
-        of_group = super().work_tile(params, schedule, tile // self.group_tiles)
-        return replace(of_group, n_tile=of_group.n_tile * self.group_tiles + tile % self.group_tiles)
+            return super().place_of(schedule, tile)
+        m_tile, n_tile = super().place_of(schedule, tile // self.group_tiles)
+        return m_tile, n_tile * self.group_tiles + tile % self.group_tiles
 
     def consumer_operands(self, tiled_mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, group, thread):
         """As the base's; side by side, a consumer has all rows and its own weights."""
@@ -104,6 +105,12 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
             found.append(params.mPairs[row] // self.pairs_per_row if self.gathers else row)
         return found
 
+    def load_rows(self, params: ScaledGroupedParams, work: WorkTile, first, thread, rRows: cute.Tensor):
+        """Rows of x's scales of a thread's rows from row `first` on, where scales are added with sums."""
+        if self.blocked:
+            for i, row in enumerate(self.rows_of(params, work, first, thread, 2 * self.mma_tiles_m)):
+                rRows[i] = row
+
     @cute.jit
     def mma(
         self,
@@ -124,12 +131,23 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         total_shape = self.tiled_mma(2 * self.box_n).partition_shape_C((self.consumer_m, 2 * self.box_n))
         total = cute.make_rmem_tensor(total_shape, cutlass.Float32)
         held = cute.make_rmem_tensor((self.columns // 2, self.mma_tiles_m, self.group_tiles), cutlass.Float32)
+        # Of the next tile: nothing waits for them where a tile begins.
+        rRecord = cute.make_rmem_tensor(RECORD, cutlass.Int32)
+        rRows = cute.make_rmem_tensor(2 * self.mma_tiles_m, cutlass.Int32)
+        rRecord.fill(0)
+        rRows.fill(0)
+        if schedule.count > 0:
+            self.load_record(params, schedule, 0, rRecord)
+            self.load_rows(params, self.tile_of(schedule, 0, rRecord), first, thread, rRows)
         for i in cutlass.range(schedule.count // self.group_tiles, unroll=1):
             for part in cutlass.range_constexpr(self.group_tiles):
                 tile = i * self.group_tiles + part
-                work = self.columns_of(self.work_tile(params, schedule, tile), group)
+                work = self.columns_of(self.tile_of(schedule, tile, rRecord), group)
+                following = cutlass.min(tile + 1, schedule.count - 1)
+                self.load_record(params, schedule, following, rRecord)
                 if first < work.rows:
-                    self.multiply(params, acc, total, tCrX, tCrW, pipeline, tile * k_tiles, work, first, thread)
+                    self.multiply(params, acc, total, tCrX, tCrW, pipeline, tile * k_tiles, work, rRows, thread)
+                    self.load_rows(params, self.tile_of(schedule, following, rRecord), first, thread, rRows)
                     # Addresses of the epilogue, computed in front of the loop, would spill where sums are many.
                     late = fence_register(thread)
                     if cutlass.const_expr(self.quantises):
@@ -137,6 +155,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     else:
                         self.epilogue(params.of_expert(work.expert), total, sOut, work, first, group, late)
                 else:
+                    self.load_rows(params, self.tile_of(schedule, following, rRecord), first, thread, rRows)
                     self.pass_stages(pipeline, tile * k_tiles, 0, k_tiles, thread)
                     pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
             if cutlass.const_expr(self.quantises):
@@ -154,13 +173,13 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         pipeline: Pipeline,
         start: cutlass.Int32,
         work: WorkTile,
-        first: cutlass.Int32,
+        rRows: cute.Tensor,
         thread: cutlass.Int32,
     ):
-        """A tile's sums of products from position `start` on, of the rows from `first` on, to `total`."""
+        """A tile's sums of products from position `start` on to `total`; `rRows` are of `load_rows`."""
         total.fill(0.0)
         if cutlass.const_expr(self.blocked):
-            rows = self.rows_of(params, work, first, thread, 2 * self.mma_tiles_m)
+            rows = [rRows[i] for i in range(2 * self.mma_tiles_m)]
             of_expert = params.of_expert(work.expert)
             self.mainloop_of_blocks(of_expert, acc, total, tCrX, tCrW, pipeline, start, rows, work.n_tile, thread)
         else:
