@@ -198,16 +198,12 @@ class GroupedGemm(GroupedProduct, Gemm):
             top = first + mma_tile * MMA_M
             if top < work.rows:
                 column = work.n_tile * self.columns + turn * self.epi_tile[1]
-                # Loaded while outputs are computed.
-                targets = self.target_rows(params, work, top, thread, self.epi_tile)
                 self.convert(params, acc, tCrOut, mma_tile, turn, thread, work, top, column)
                 # All threads have read what was staged last.
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                 cute.copy(copy_atom_r2s, thr_copy_r2s.retile(tCrOut), thr_copy_r2s.partition_D(sOut[None, None, group]))
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-                self.store_rows(
-                    params, sOut[None, None, group], targets, work.rows - top, column, thread, self.epi_tile
-                )
+                self.store_rows(params, sOut[None, None, group], work, top, column, thread, self.epi_tile)
 
     @cute.jit
     def convert(
@@ -256,47 +252,36 @@ class GroupedGemm(GroupedProduct, Gemm):
                 for a in cutlass.range_constexpr(2):
                     tCrOut[(a, b, j), 0, 0] = results[2 * b + a].to(self.out_dtype)
 
-    def vectors_of(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """(vectors of a row, vectors of a thread) of so many staged rows and columns."""
-        row_vectors = shape[1] * self.out_dtype.width // (8 * VECTOR_BYTES)
-        return row_vectors, (shape[0] * row_vectors + WARPGROUP - 1) // WARPGROUP
-
-    def target_rows(self, params: GroupedParams, work: WorkTile, top, thread, shape: tuple[int, int]) -> cute.Tensor:
-        """Rows of the output of each of a thread's vectors; arguments as `store_rows` has them.
-
-        Args:
-            top: the tile's row that is staged first.
-        """
-        row_vectors, count = self.vectors_of(shape)
-        targets = cute.make_rmem_tensor(count, cutlass.Int32)
-        for i in range(count):
-            row = work.first_row + cutlass.min(top + (thread + i * WARPGROUP) // row_vectors, work.rows - 1)
-            targets[i] = row if self.gathers else self.target_row(params, row)
-        return targets
-
     @cute.jit
     def store_rows(
         self,
         params: GroupedParams,
         sOut: cute.Tensor,
-        targets: cute.Tensor,
-        rows: cutlass.Int32,
+        work: WorkTile,
+        top: cutlass.Int32,
         first_column: cutlass.Int32,
         thread: cutlass.Int32,
         shape: cutlass.Constexpr[tuple[int, int]],
     ):
-        """Staged rows to the output, 16 bytes a thread.
+        """Staged rows to the output, 16 bytes a thread; where they go is loaded for all of them first.
 
         Args:
-            targets: of `target_rows`. rows: of what is staged, that exist. shape: rows and columns that are staged.
+            top: the tile's row that is staged first. shape: rows and columns that are staged.
         """
         elements = cutlass.const_expr(VECTOR_BYTES * 8 // self.out_dtype.width)
-        row_vectors, count = self.vectors_of(shape)
+        row_vectors = cutlass.const_expr(shape[1] // elements)
+        count = cutlass.const_expr((shape[0] * row_vectors + WARPGROUP - 1) // WARPGROUP)
+        targets = cute.make_rmem_tensor(count, cutlass.Int32)
+        for i in cutlass.range_constexpr(count):
+            place = cutlass.min(top + (thread + i * WARPGROUP) // row_vectors, work.rows - 1)
+            targets[i] = work.first_row + place
+            if cutlass.const_expr(not self.gathers):
+                targets[i] = self.target_row(params, targets[i])
         rOut = cute.make_rmem_tensor(elements, self.out_dtype)
         for i in cutlass.range_constexpr(count):
             row, vector = (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
             column = first_column + vector * elements
-            if row < shape[0] and row < rows and column < params.mOut.shape[1]:
+            if row < shape[0] and top + row < work.rows and column < params.mOut.shape[1]:
                 staged = cute.local_tile(sOut, (1, elements), (row, vector))
                 cute.autovec_copy(cute.group_modes(staged, 0, 2), rOut)
                 self.put_vector(params, rOut, targets[i], column)

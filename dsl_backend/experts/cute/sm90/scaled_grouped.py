@@ -247,9 +247,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     self.stage_rows(copies, sOut, group, thread)
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                     column = (work.n_tile + part) * self.columns
-                    shape = (MMA_M, self.columns)
-                    targets = self.target_rows(params, work, top, thread, shape)
-                    self.store_rows(params, sOut[None, None, group], targets, work.rows - top, column, thread, shape)
+                    self.store_rows(params, sOut[None, None, group], work, top, column, thread, (MMA_M, self.columns))
 
 
 def product(key: ProductKey, scaled: ScaledKey[Any], beside: bool) -> ScaledGroupedGemm:

@@ -168,10 +168,7 @@ class WeightOnlyGroupedGemm(Mxfp4Unpacking, GroupedGemm, WeightOnlyGemm):
                     for b in cutlass.range_constexpr(2):
                         self.stage_out(sOut, of_box, group, thread, piece, b)
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-                    targets = self.target_rows(params, work, top, thread, self.epi_tile)
-                    self.store_rows(
-                        params, sOut[None, None, group], targets, work.rows - top, column, thread, self.epi_tile
-                    )
+                    self.store_rows(params, sOut[None, None, group], work, top, column, thread, self.epi_tile)
 
     @cute.jit
     def finish(
