@@ -83,8 +83,8 @@ def cute_block_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
 
 
 def cute_weight_only(spec: ExpertsSpec, target: Target) -> list[str]:
-    """What SM90's kernels for MXFP4 under 16-bit activations need; those for many tokens were not timed."""
-    return target.arch_objections("sm90") or [*toolkit.missing(), *weight_only_configs.objections(spec, target)]
+    """What kernels for MXFP4 under 16-bit activations need; SM90's for many tokens and SM100's were not timed."""
+    return target.arch_objections(*KERNEL_ARCHS) or [*toolkit.missing(), *weight_only_configs.objections(spec, target)]
 
 
 def triton(spec: ExpertsSpec, target: Target) -> list[str]:
@@ -142,7 +142,7 @@ TABLE = (
     ),
     Entry(
         "cute-weight-only",
-        "experts mxfp4 under 16 bits sm90",
+        "experts mxfp4 under 16 bits sm90/sm100",
         "dsl_backend.experts.cute.weight_only_host:bind",
         cute_weight_only,
         by_name=True,

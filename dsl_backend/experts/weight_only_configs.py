@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of SM90's kernels of experts in MXFP4 under 16-bit activations; needs no CuTe DSL."""
+"""Tiles of the kernels of experts in MXFP4 under 16-bit activations: SM90's, and whose they are on a target.
+
+Needs no CuTe DSL.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
 
+from dsl_backend.experts import weight_only_sm100_configs as sm100
 from dsl_backend.experts.configs import (
     PROBED_TOKENS,
     Config,
@@ -160,6 +164,8 @@ def grouped_ns(config: ExpertsConfig, spec: ExpertsSpec, tokens: int, target: Ta
 @cache
 def candidates(spec: ExpertsSpec, target: Target) -> tuple[Config, ...]:
     """The kernels of a layer for any number of tokens. None where not all fit."""
+    if target.kernel_arch == "sm100":
+        return sm100.candidates(spec, target)
     if not few(spec, target) or not grouped(spec, target):
         return ()
     many = dict.fromkeys(fastest(spec, tokens, target) for tokens in PROBED_TOKENS if tokens > MOST_TOKENS)
@@ -182,7 +188,9 @@ def objections(spec: ExpertsSpec, target: Target) -> list[str]:
 
 @cache
 def choose(spec: ExpertsSpec, tokens: int, target: Target) -> Config:
-    """The kernels for so many tokens, of the candidates: those for few, or the fastest grouped GEMMs."""
+    """The kernels for so many tokens, of the candidates: on SM90 those for few, or the fastest grouped GEMMs."""
+    if target.kernel_arch == "sm100":
+        return sm100.choose(spec, tokens, target)
     target = target.sparing(0)
     found = candidates(spec, target)
     if tokens <= MOST_TOKENS:

@@ -301,7 +301,8 @@ def test_kernels_that_are_named_are_compiled(quantization: dict[str, Any], weigh
     assert not units
     assert "sm_90a" in reason
     if weight == MXFP4:
-        assert compiled("cute-weight-only", sm90) == ({"weight_only_host"}, [])
+        for target in (sm90, sm100):
+            assert compiled("cute-weight-only", target) == ({"weight_only_host"}, [])
         assert compiled(None, sm90)[1] == ["weights in mxfp4 need the kernel's name: --experts-kernel cute-weight-only"]
     else:
         units, (reason,) = compiled("cute-weight-only", sm90)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in MXFP4 under bfloat16: the layout, the door, the reference, and SM90's kernels emulated."""
+"""Experts in MXFP4 under bfloat16: the layout, the door, the reference, and the kernels emulated."""
 
 import random
 import re
@@ -19,15 +19,18 @@ from weight_only_experts_cases import (
     CASES,
     GROUPED,
     GROUPED_BY_ID,
+    SM100,
     WeightOnlyEmulated,
     emulate,
     random_emulated,
     random_grouped,
+    random_sm100,
 )
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, dispatch, precompile, reference, weight_only_configs
 from dsl_backend.experts.configs import ExpertsConfig, products
+from dsl_backend.experts.weight_only_sm100_configs import UnpackedTiles
 from dsl_backend.quant.format import MXFP4, MXFP4_TILED
 from dsl_backend.quant.mxfp4_tiles import LEAST_SCALE, MOST_SCALE, pack, pack_experts, unpack, unpack_expert
 from dsl_backend.quant.reference import unpacked_e2m1
@@ -43,8 +46,6 @@ from dsl_backend.testing.experts import (
 
 TARGET = from_arch("sm_90a")
 QUICK = ("plain", "gpt-oss")
-# A warp of a consumer.
-LATE = ("late", 5)
 
 
 def in_turn(cases: Sequence[WeightOnlyEmulated], quick: Sequence[str]) -> list[Any]:
@@ -195,13 +196,15 @@ def test_tensors_of_another_layout_are_refused() -> None:
 
 
 def test_which_kernel_serves() -> None:
-    """By name alone, on SM90; no kernel of other weights takes them."""
+    """By name alone, on SM90 and SM100; no kernel of other weights takes them."""
     spec = WEIGHT_ONLY.spec
-    assert dispatch.choose(spec, TARGET, "cute-weight-only").title == "experts mxfp4 under 16 bits sm90"
+    for arch in ("sm_90a", "sm_100a"):
+        entry = dispatch.choose(spec, from_arch(arch), "cute-weight-only")
+        assert entry.title == "experts mxfp4 under 16 bits sm90/sm100"
     for arch in ("sm_90a", "sm_100a", "sm_80"):
         assert all(reasons for _, reasons in dispatch.judge(spec, from_arch(arch)))
     with pytest.raises(Unsupported, match="serves GPUs of"):
-        dispatch.choose(spec, from_arch("sm_100a"), "cute-weight-only")
+        dispatch.choose(spec, from_arch("sm_80"), "cute-weight-only")
     with pytest.raises(Unsupported, match="weights in 16 bits: this one's are in mxfp4-tiled"):
         dispatch.choose(replace(spec, weight=None), TARGET, "cute-weight-only")
     with pytest.raises(Unsupported, match="weights in mxfp4-tiled: this one's are in mxfp8"):
@@ -227,6 +230,38 @@ def test_any_number_of_tokens_has_tiles() -> None:
     units = list(precompile.precompile_specs_of(spec, TARGET, "cute-weight-only"))
     assert len(units) == len(weight_only_configs.candidates(spec, TARGET))
     assert not weight_only_configs.objections(spec, TARGET)
+
+
+def test_any_number_of_tokens_has_tiles_on_sm100() -> None:
+    """Narrow ones where wide ones would leave SMs without any."""
+    target = from_arch("sm_100a")
+    spec = replace(WEIGHT_ONLY.spec, num_experts=32, hidden_size=2880, intermediate_size=2880, topk=4)
+    widths = []
+    for tokens in (1 << i for i in range(18)):
+        config = weight_only_configs.choose(spec, tokens, target)
+        assert config in weight_only_configs.candidates(spec, target)
+        assert config.first.smem_bytes(products(spec)[0]) <= target.smem_bytes
+        widths.append(config.first.box_n)
+    assert widths == sorted(widths)
+    assert {widths[0], widths[-1]} == {64, 128}
+    assert len(list(precompile.precompile_specs_of(spec, target, "cute-weight-only"))) == 2
+    small = replace(target, smem_bytes=100 << 10)
+    assert weight_only_configs.objections(spec, small) == ["102400 bytes of shared memory are too few for every tile"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"box_n": 96}, "box_n is 96: 128 or 64 is needed, of whole packed tiles"),
+        ({"two_cta": True}, "two CTAs share no products"),
+        ({"stages": 12}, "bytes of shared memory"),
+    ],
+)
+def test_tiles_that_are_none_on_sm100(facts: dict[str, Any], message: str) -> None:
+    spec, smem_bytes = products(WEIGHT_ONLY.spec)[0], from_arch("sm_100a").smem_bytes
+    tiles = UnpackedTiles(stages=4)
+    assert not tiles.objections(spec, smem_bytes)
+    assert re.search(message, "; ".join(replace(tiles, **facts).objections(spec, smem_bytes)))
 
 
 @pytest.mark.parametrize(
@@ -257,10 +292,16 @@ def test_many_tokens_emulated(name: str, schedule: str) -> None:
     emulate(GROUPED_BY_ID[name], schedule, 1)
 
 
+@pytest.mark.parametrize(("name", "schedule"), in_turn(SM100, ("sm100-ragged",)))
+def test_emulated_on_sm100(name: str, schedule: str) -> None:
+    emulate(GROUPED_BY_ID[name], schedule, 1)
+
+
 @pytest.mark.rest
-@pytest.mark.parametrize("name", ["rows", "deep"])
-def test_many_tokens_with_a_late_warp(name: str) -> None:
-    emulate(GROUPED_BY_ID[name], *LATE)
+@pytest.mark.parametrize(("name", "warp"), [("rows", 5), ("deep", 5), *(("sm100-deep", warp) for warp in (4, 9, 14))])
+def test_many_tokens_with_a_late_warp(name: str, warp: int) -> None:
+    """A consumer's; on SM100 that of products, and one of each warpgroup that unpacks."""
+    emulate(GROUPED_BY_ID[name], "late", warp)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -273,20 +314,25 @@ def test_fuzz_of_many_tokens(seed: int) -> None:
     emulate(random_grouped(seed), SCHEDULES[seed % 3], seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fuzz_on_sm100(seed: int) -> None:
+    emulate(random_sm100(seed), SCHEDULES[seed % 3], seed)
+
+
 @pytest.mark.rest
 def test_the_bits_are_the_same_in_any_order_of_events() -> None:
-    for one in (BY_ID["long"], GROUPED_BY_ID["rows"]):
+    for one in (BY_ID["long"], GROUPED_BY_ID["rows"], GROUPED_BY_ID["sm100-tall"]):
         assert torch.equal(emulate(one, "eager"), emulate(one, "random", seed=5))
 
 
 @pytest.mark.rest
 def test_all_elements_under_scales_far_apart() -> None:
     """Rows of the second product have scales of their own, from 2^-40 to 2^20."""
-    one = BY_ID["one"]
     case = replace(WEIGHT_ONLY, tokens=8, num_experts=1, topk=1, hidden=64, width=32)
     weight, scale, _ = of_checkpoint(64, 32)
     packed = pack_experts(weight[None], scale[None].clamp(87, 147))
-    emulate(replace(one, case=case), "eager", 0, given=tensors(case, "cpu")._replace(w2=packed))
+    for one in (BY_ID["one"], GROUPED_BY_ID["sm100-single"]):
+        emulate(replace(one, case=case), "eager", 0, given=tensors(case, "cpu")._replace(w2=packed))
 
 
 def test_the_format_has_a_name() -> None:

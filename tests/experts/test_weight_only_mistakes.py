@@ -11,7 +11,8 @@ from weight_only_experts_cases import BY_ID, GROUPED_BY_ID, WeightOnlyEmulated, 
 
 from dsl_backend.experts.cute import weight_only_host
 from dsl_backend.experts.cute.sm90 import weight_only_decode, weight_only_grouped
-from dsl_backend.gemm.sm90 import mxfp4_unpacking
+from dsl_backend.experts.cute.sm100 import weight_only_grouped as sm100_grouped
+from dsl_backend.gemm import mxfp4_unpacking
 from emulator.errors import EmulatorError, HostError
 from tests.mistakes import Mistake, compile_again, spoil_methods, spoilt
 
@@ -22,6 +23,10 @@ def of_few(id: str, said: str, wrong: str) -> Mistake:
 
 def of_many(id: str, said: str, wrong: str) -> Mistake:
     return Mistake(id, weight_only_grouped, said, wrong)
+
+
+def sm100(id: str, said: str, wrong: str) -> Mistake:
+    return Mistake(f"sm100: {id}", sm100_grouped, said, wrong)
 
 
 def unpacking(id: str, said: str, wrong: str) -> Mistake:
@@ -47,7 +52,7 @@ MISTAKES = (
     (BY_ID["plain"], unpacking("up rows are gate rows", "i // of_box * of_part + ", "0 * of_part + ")),
     (GROUPED_BY_ID["gpt-oss"], unpacking("past the last row", "of_part - 1)", "of_part + 3)")),
     (BY_ID["long"], of_few("the first tile of columns", "+ k_tile * TILES.tile_words", "")),
-    (BY_ID["long"], unpacking("other words of the four", "read[step % WORDS]", "read[3 - step % WORDS]")),
+    (BY_ID["long"], unpacking("other words of the four", "read[step]", "read[3 - step]")),
     (BY_ID["long"], of_few("a position is not awaited", "            pipeline.consumer_wait(start + i)\n", "")),
     (
         BY_ID["long"],
@@ -68,7 +73,7 @@ MISTAKES = (
     ),
     (
         BY_ID["plain"],
-        unpacking("zeros are not added", "pair_bits(-0.0, torch.bfloat16)", "pair_bits(1.0, torch.bfloat16)"),
+        unpacking("zeros are not added", "MINUS_ZEROS = SIGN", "MINUS_ZEROS = both(0x3F80)"),
     ),
     # Many tokens.
     (GROUPED_BY_ID["ragged"], of_many("many: the first expert", "cutlass.Int64(work.expert) * (4", "0 * (4")),
@@ -137,7 +142,28 @@ MISTAKES = (
         ),
     ),
 )
-QUICK = ("the other row's scales", "many: the first consumer's weights")
+RAGGED, DEEP = GROUPED_BY_ID["sm100-ragged"], GROUPED_BY_ID["sm100-deep"]
+MISTAKES += (
+    (RAGGED, sm100("the first expert", "cutlass.Int64(work.expert) * (4", "0 * (4")),
+    (DEEP, sm100("the first packed tile", "k_tile // HALVES * tile_bytes", "0 * tile_bytes")),
+    (RAGGED, sm100("the first half twice", "source + k_tile % HALVES * value_bytes", "source")),
+    (RAGGED, sm100("scales of the other half", "source + HALVES * value_bytes", "source + 0 * value_bytes")),
+    (RAGGED, sm100("blocks of the first half", "shift = k_tile % HALVES * HALF_BITS", "shift = 0")),
+    (DEEP, sm100("the first warpgroup's tiles", "i * UNPACKING_WARPGROUPS + group", "i * UNPACKING_WARPGROUPS")),
+    (RAGGED, sm100("rows of the first warp", "thread // WARP * 16 + lane % 16", "lane % 16")),
+    (RAGGED, sm100("rows 8 apart are one", "16 + lane % 16", "16 + lane % 8")),
+    (RAGGED, sm100("columns 8 apart are the same", " + lane // 16", "")),
+    (RAGGED, sm100("vectors in order", "(vector ^ (lane % 8))", "vector")),
+    (DEEP, sm100("one stage of unpacked weights", "row = stage * self.weight_rows", "row = 0 * self.weight_rows")),
+    (DEEP, sm100("a stage is overwritten", "                beside.unpacked.producer_acquire(position)\n", "")),
+    (DEEP, sm100("packed weights are not awaited", "                pipeline.consumer_wait(position)\n", "")),
+    (DEEP, sm100("unpacked weights are not awaited", "        beside.unpacked.consumer_wait(position)\n", "")),
+    (DEEP, sm100("a stage is not given back", "self.commit(beside.unpacked.empty(position))", "pass")),
+    (RAGGED, sm100("no fence", 'cute.arch.fence_proxy("async.shared", space="cta")', "pass")),
+    (RAGGED, sm100("lanes are not awaited", "                cute.arch.sync_warp()\n", "")),
+    (RAGGED, sm100("sums are not raised", " * 2.0**LOWERED", "")),
+)
+QUICK = ("the other row's scales", "many: the first consumer's weights", "sm100: rows of the first warp")
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +183,8 @@ def test_mistake_is_found(
         spoil_methods(mxfp4_unpacking.Mxfp4Unpacking, module, monkeypatch)
     else:
         name = "WeightOnlyDecodeGemm" if mistake.module is weight_only_decode else "WeightOnlyGroupedGemm"
-        monkeypatch.setattr(weight_only_host, name, getattr(module, name))
+        imported = "GroupedGemmSm100" if mistake.module is sm100_grouped else name
+        monkeypatch.setattr(weight_only_host, imported, getattr(module, name))
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         emulate(of, "lazy", 1)
     assert not isinstance(raised.value, HostError), "it ran"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of experts in MXFP4 under bfloat16 for SM90's kernels, with tiles small enough for the emulator."""
+"""Layers of experts in MXFP4 under bfloat16 for the CuTe DSL kernels, with tiles small enough for the emulator."""
 
 import random
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from dsl_backend.experts.configs import Config, ExpertsConfig
 from dsl_backend.experts.cute import weight_only_host as host
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.experts.weight_only_configs import WeightOnlyDecodeConfig, WeightOnlyGroupedTiles
+from dsl_backend.experts.weight_only_sm100_configs import UnpackedTiles
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
@@ -23,8 +24,6 @@ from dsl_backend.testing.experts import (
     random_weight_only_case,
     tensors,
 )
-
-ARCH = "sm_90a"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +40,21 @@ class WeightOnlyEmulated:
     id: str
     why: str
     case: ExpertsCase
-    first: WeightOnlyConfig | WeightOnlyGroupedTiles
-    second: WeightOnlyConfig | WeightOnlyGroupedTiles | None = None
+    first: WeightOnlyConfig | WeightOnlyGroupedTiles | UnpackedTiles
+    second: WeightOnlyConfig | WeightOnlyGroupedTiles | UnpackedTiles | None = None
     per_sm: int = 1
     routing_ctas: int = 1
 
     @property
+    def arch(self) -> str:
+        return "sm_100a" if isinstance(self.first, UnpackedTiles) else "sm_90a"
+
+    @property
     def config(self) -> Config:
         first, second = self.first, self.second or self.first
+        if isinstance(first, UnpackedTiles):
+            assert isinstance(second, UnpackedTiles)
+            return ExpertsConfig(first=first, second=second, prefetches=True)
         if isinstance(first, WeightOnlyGroupedTiles):
             assert isinstance(second, WeightOnlyGroupedTiles)
             return ExpertsConfig(first=first, second=second)
@@ -57,7 +63,7 @@ class WeightOnlyEmulated:
 
     @property
     def ctas(self) -> tuple[int, ...]:
-        ctas = self.config.ctas(self.case.spec, self.case.tokens, TARGETS[ARCH])
+        ctas = self.config.ctas(self.case.spec, self.case.tokens, TARGETS[self.arch])
         return (self.routing_ctas, *ctas[1:]) if isinstance(self.config, ExpertsConfig) else ctas
 
 
@@ -71,11 +77,11 @@ def emulate(
 
     The second run finds what the first one leaves in the workspace.
     """
-    spec, config, target = one.case.spec, one.config, TARGETS[ARCH]
+    spec, config, target = one.case.spec, one.config, TARGETS[one.arch]
     if given is None:
         given = tensors(one.case, "cpu")
     workspace = Workspace(torch.device("cpu"))
-    with emulator.device(arch=ARCH, sms=SMS, schedule=schedule, seed=seed, strict=True):
+    with emulator.device(arch=one.arch, sms=SMS, schedule=schedule, seed=seed, strict=True):
         function = host.build(host.key_of(spec, config), target)
         for _ in range(2):
             host.run(function, spec, config, given, one.ctas, workspace)
@@ -205,8 +211,67 @@ GROUPED = [
         first=LOW,
     ),
 ]
+# Packed tiles of one warpgroup's and of two; as few stages as there may be.
+NARROW = UnpackedTiles(box_n=64, stages=2)
+BROAD = UnpackedTiles(box_n=128, stages=3)
+SM100 = [
+    WeightOnlyEmulated(id="sm100-ragged", why="all edges ragged", case=WEIGHT_ONLY, first=NARROW),
+    WeightOnlyEmulated(
+        id="sm100-gpt-oss",
+        why="alternating gate and up rows; biases; a limit; packed tiles past the last row",
+        case=WEIGHT_ONLY_CASES["mxfp4-tiled-gpt-oss"],
+        first=BROAD,
+        second=NARROW,
+    ),
+    WeightOnlyEmulated(
+        id="sm100-rows",
+        why="experts of several tiles, of one, of none; other ranks'; several CTAs sort",
+        case=replace(WEIGHT_ONLY_CASES["mxfp4-tiled-many"], num_experts=8, topk=3, ids_dtype=torch.int64),
+        first=replace(NARROW, band=2),
+        routing_ctas=3,
+    ),
+    WeightOnlyEmulated(
+        id="sm100-tall",
+        why="several tiles of an expert; an expert without rows",
+        case=replace(WEIGHT_ONLY, tokens=170, topk=1, routing="one", hidden=192, width=160, biases=True),
+        first=BROAD,
+    ),
+    WeightOnlyEmulated(
+        id="sm100-deep",
+        why="several tiles a CTA, several times round the stages; half of the last packed tile is beyond the columns",
+        case=replace(WEIGHT_ONLY, tokens=20, hidden=416, width=160, pad_x=8, pad_out=16),
+        first=NARROW,
+        second=replace(BROAD, stages=2),
+    ),
+    WeightOnlyEmulated(
+        id="sm100-input",
+        why="weights on sums, before the bias",
+        case=replace(WEIGHT_ONLY_CASES["mxfp4-tiled-input"], tokens=40, biases=True),
+        first=NARROW,
+    ),
+    WeightOnlyEmulated(
+        id="sm100-special",
+        why="NaN and infinities stay in their rows",
+        case=replace(WEIGHT_ONLY_CASES["mxfp4-tiled-special"], tokens=24),
+        first=NARROW,
+    ),
+    WeightOnlyEmulated(
+        id="sm100-padding",
+        why="no expert has a row",
+        case=WEIGHT_ONLY_CASES["mxfp4-tiled-all-padding"],
+        first=NARROW,
+    ),
+    WeightOnlyEmulated(
+        id="sm100-single",
+        why="fewer tiles than CTAs; results are not weighted",
+        case=replace(
+            WEIGHT_ONLY, tokens=1, num_experts=1, topk=1, hidden=32, width=32, router_weights=RouterWeights.NONE
+        ),
+        first=NARROW,
+    ),
+]
 BY_ID = {one.id: one for one in CASES}
-GROUPED_BY_ID = {one.id: one for one in GROUPED}
+GROUPED_BY_ID = {one.id: one for one in (*GROUPED, *SM100)}
 
 
 def random_emulated(seed: int) -> WeightOnlyEmulated:
@@ -235,6 +300,24 @@ def random_grouped(seed: int) -> WeightOnlyEmulated:
     case = random_weight_only_case(draw, 320)
     return WeightOnlyEmulated(
         id=f"grouped-{seed}",
+        why="any",
+        case=replace(case, tokens=min(case.tokens, 200)),
+        first=first,
+        second=second,
+        routing_ctas=draw.choice((1, 1, 2, 5)),
+    )
+
+
+def random_sm100(seed: int) -> WeightOnlyEmulated:
+    """Any layer with tiles of SM100's grouped GEMMs."""
+    draw = random.Random(seed)
+    first, second = (
+        UnpackedTiles(box_n=draw.choice((64, 128)), stages=draw.randint(2, 4), band=draw.choice((1, 2, 8)))
+        for _ in range(2)
+    )
+    case = random_weight_only_case(draw, 320)
+    return WeightOnlyEmulated(
+        id=f"sm100-{seed}",
         why="any",
         case=replace(case, tokens=min(case.tokens, 200)),
         first=first,

@@ -224,6 +224,7 @@ def test_every_kernel_of_experts_is_reached(arch: str, random: int) -> None:
                 "cute-scaled-sm100": ["scaled_experts"],
                 "triton": everything[:2],
                 "cute-block-scaled": ["block_scaled_experts"],
+                "cute-weight-only": ["weight_only_experts"],
             },
             "cpu": dict.fromkeys(["reference"], everything),
         }[arch]

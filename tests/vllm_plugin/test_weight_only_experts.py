@@ -203,7 +203,7 @@ def test_a_scale_that_is_reloaded_is_refused_too(served: Any) -> None:
         process(layer)
 
 
-def test_on_sm90_by_name_alone(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_name_alone(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     begun: list[Any] = []
     monkeypatch.setattr(serve.targets, "detect", lambda device=None: targets.from_arch("sm_90a"))
@@ -211,23 +211,28 @@ def test_on_sm90_by_name_alone(served: Any, monkeypatch: pytest.MonkeyPatch) -> 
     (line,) = served(experts("gpt-oss"))
     assert "mxfp4 needs experts_kernel 'cute-weight-only': not all of these kernels have run on a GPU" in line
     line = served_by_name(served, experts("gpt-oss"))
-    assert line.endswith(", on sm_90a: by experts mxfp4 under 16 bits sm90")
+    assert line.endswith(", on sm_90a: by experts mxfp4 under 16 bits sm90/sm100")
     assert [kernel for _, kernel in begun] == [KERNEL]
     assert list(serve.served_layers()) == begun
     assert serve.compilation_key().endswith("WeightOnlyDSLExperts cute-weight-only")
     units = list(serve.ahead.experts_units(begun[0], targets.from_arch("sm_90a")))
     assert {unit.key.decodes for unit in units} == {False, True}
     monkeypatch.setattr(serve.targets, "detect", lambda device=None: targets.from_arch("sm_100a"))
+    line = served_by_name(served, experts("gpt-oss"))
+    assert line.endswith(", on sm_100a: by experts mxfp4 under 16 bits sm90/sm100")
+    monkeypatch.setattr(serve.targets, "detect", lambda device=None: targets.from_arch("sm_80"))
     (line,) = served(experts("gpt-oss"), **BY_NAME)
     assert line.startswith("vLLM serves 1 layers of routed experts: ")
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("tokens", [5, 40], ids=["few", "many"])
-def test_by_the_kernels_of_an_sm90(tokens: int, served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's kernel object launches SM90's kernels on the emulator, with padding behind the tokens."""
+@pytest.mark.parametrize(("arch", "tokens", "launches"), [("sm_90a", 5, 2), ("sm_90a", 40, 4), ("sm_100a", 40, 4)])
+def test_by_the_kernels_of_a_gpu(
+    arch: str, tokens: int, launches: int, served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM's kernel object launches an SM's kernels on the emulator, with padding behind the tokens."""
     pytest.importorskip("cutlass")
-    gpu = replace(targets.from_arch("sm_90a"), sm_count=4)
+    gpu = replace(targets.from_arch(arch), sm_count=4)
     layer = experts("gpt-oss", hidden=160, width=96)
     wide = weights_of(layer, 160, 96)
     monkeypatch.setattr(serve.targets, "detect", lambda device=None: gpu)
@@ -237,9 +242,9 @@ def test_by_the_kernels_of_an_sm90(tokens: int, served: Any, monkeypatch: pytest
     right = exact(layer, wide, x, given)
     process(layer)
     monkeypatch.setattr(ops.api.targets, "detect", lambda device: gpu)
-    with emulator.device(arch="sm_90a", sms=4, strict=True) as device:
+    with emulator.device(arch=arch, sms=4, strict=True) as device:
         out = layer.forward_modular(x, *given)
-        assert device.launches == (2 if tokens == 5 else 4)
+        assert device.launches == launches
     assert not out[-1].any()
     assert error(out, right) < BOUND
 

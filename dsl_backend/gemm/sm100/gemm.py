@@ -211,12 +211,22 @@ class Gemm(GemmBase):
                 position = tile * k_tiles + k_tile
                 stage = pipeline.stage(position)
                 pipeline.consumer_wait(position)
+                of_weights = self.await_weights(sScales, position, stage)
                 with_accumulate = tiled_mma.with_()
                 for k in cutlass.range_constexpr(BLOCK_K // MMA_K):
                     with_accumulate.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if cutlass.const_expr(k == 0) else True)
-                    cute.gemm(with_accumulate, tCtAcc, tCrX[None, None, k, stage], tCrW[None, None, k, stage], tCtAcc)
+                    weights = tCrW[None, None, k, of_weights]
+                    cute.gemm(with_accumulate, tCtAcc, tCrX[None, None, k, stage], weights, tCtAcc)
                 self.commit(pipeline.mbar_empty + stage)
+                self.give_weights_back(sScales, position)
             self.commit(acc_pipeline.full(tile))
+
+    def await_weights(self, beside, position, stage):
+        """The stage of a position's weights, once they are there: here those of x, which arrived with them."""
+        return stage
+
+    def give_weights_back(self, beside, position):
+        """A position's weights may be overwritten once its products are done: here they are given back with x."""
 
     @cute.jit
     def commit(self, mbar: cute.Pointer):

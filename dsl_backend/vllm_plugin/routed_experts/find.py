@@ -32,7 +32,7 @@ MMA_SCALED = {
 }
 # SM100's kernels of these, which have not run on a GPU.
 MMA_SCALED_KERNEL = "cute-block-scaled"
-# SM90's kernels of MXFP4 under tokens in 16 bits, of which those for many tokens have not run on a GPU.
+# Kernels of MXFP4 under tokens in 16 bits: SM90's for many tokens and SM100's have not run on a GPU.
 WEIGHT_ONLY_KERNEL = "cute-weight-only"
 # Where methods have vLLM's choice of kernels.
 BACKENDS = ("unquantized_backend", "fp8_backend")
@@ -119,7 +119,9 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
         return reason
     spec = spec_of(layer, kernels, weight)
     if spec.mma_scaled and kernel is None and target.kernel_arch == "sm100":
-        return f"{spec.weight} needs experts_kernel {MMA_SCALED_KERNEL!r}: these kernels have not run on a GPU"
+        names = (MMA_SCALED_KERNEL, *([WEIGHT_ONLY_KERNEL] if spec.weight == MXFP4 else []))
+        named = " or ".join(map(repr, names))
+        return f"{spec.weight} needs experts_kernel {named}: these kernels have not run on a GPU"
     if spec.weight == MXFP4 and kernel is None and target.kernel_arch == "sm90":
         return f"{spec.weight} needs experts_kernel {WEIGHT_ONLY_KERNEL!r}: not all of these kernels have run on a GPU"
     dispatch.choose(spec, target, kernel)

@@ -26,6 +26,9 @@ class GroupedGemm(GroupedProduct, Gemm):
 
     # Whether the epilogue needs more registers than an equal share, which setmaxnreg moves between whole warpgroups.
     trades_registers = False
+    epilogue_registers = EPILOGUE_REGISTERS
+    # The last ones of a CTA, which unpack weights.
+    unpacking_warps = 0
 
     def __init__(self, key: ProductKey):
         assert isinstance(key.config, GemmConfig)
@@ -61,6 +64,7 @@ class GroupedGemm(GroupedProduct, Gemm):
             with cute.arch.elect_one():
                 pipeline.init()
                 acc_pipeline.init()
+                self.init_stages(sScales)
             cute.arch.mbarrier_init_fence()
             self.prefetch_descriptors(params)
         if role == MMA_WARP:
@@ -76,7 +80,7 @@ class GroupedGemm(GroupedProduct, Gemm):
                 dependent_launch.wait()
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
-                cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
+                cute.arch.setmaxregister_increase(self.epilogue_registers)
             if cutlass.const_expr(self.clears):
                 self.clear_output(params, cute.arch.thread_idx()[0], WARPGROUP)
             self.epilogue(params, acc_pipeline, tmem_ptr, warp)
@@ -85,7 +89,7 @@ class GroupedGemm(GroupedProduct, Gemm):
                 cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
         if role == MMA_WARP:
             self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, sScales)
-        if role >= LOAD_WARP:
+        if self.loads(role):
             if cutlass.const_expr(self.gathers):
                 thread = cute.arch.thread_idx()[0] - WARPGROUP - LOAD_WARP * WARP
                 # Where registers are traded, idle warps fill a warpgroup.
@@ -93,9 +97,22 @@ class GroupedGemm(GroupedProduct, Gemm):
                     self.gather(params, sX, sW, pipeline, thread, role == LOAD_WARP, sScales)
             else:
                 self.load(params, sX, sW, pipeline, sScales)
+        if cutlass.const_expr(self.unpacking_warps > 0):
+            if warp >= self.threads // WARP - self.unpacking_warps:
+                self.unpack(params, sW, pipeline, sScales)
         cute.arch.sync_threads()
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
+
+    def loads(self, role):
+        """Whether a warp is one of those that load; some that stay idle may be among them."""
+        return role >= LOAD_WARP
+
+    def init_stages(self, beside):
+        """By one thread: initialise the barriers of what `scale_stages` returned, which are none here."""
+
+    def unpack(self, params: GroupedParams, sW: cute.Tensor, pipeline: Pipeline, beside):
+        """The warps that unpack weights: here there are none."""
 
     @cute.jit
     def mma(

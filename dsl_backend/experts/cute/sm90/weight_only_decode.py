@@ -19,9 +19,9 @@ from cutlass.utils import LayoutEnum, hopper_helpers
 from dsl_backend.experts.cute.decode import DecodeParams, DecodeWork, gemm_key
 from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.sm90.decode import DecodeGemm
+from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, WORDS, Mxfp4Unpacking
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
-from dsl_backend.gemm.sm90.mxfp4_unpacking import PIECE_COLUMNS, WORDS, Mxfp4Unpacking
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
 from dsl_backend.gemm.sm90.weight_only_small_m import WeightOnlySmallMGemm

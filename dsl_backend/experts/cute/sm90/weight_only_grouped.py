@@ -17,10 +17,10 @@ from dsl_backend.experts.cute.grouped import GroupedParams, WorkTile, gemm_key
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.experts.cute.sm90.grouped import GroupedGemm
 from dsl_backend.experts.weight_only_configs import WeightOnlyGroupedTiles
+from dsl_backend.gemm.mxfp4_unpacking import Mxfp4Unpacking
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
-from dsl_backend.gemm.sm90.mxfp4_unpacking import Mxfp4Unpacking
 from dsl_backend.gemm.sm90.weight_only_gemm import HALVES, WeightOnlyGemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_operand, words_of

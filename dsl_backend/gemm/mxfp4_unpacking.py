@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 weights in registers: packed words to wgmma's A operand, elements and scales as one exact product.
+"""MXFP4 weights in registers: packed words to wgmma's A fragment, elements and scales as one exact product.
 
 The layout is that of `quant/mxfp4_tiles.py`. Operands are 2^-LOWERED of the weights: sums are multiplied with
 2^LOWERED in the end.
@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-import torch
 from cutlass import cute
 
 from dsl_backend.gemm.sizes import WARPGROUP
-from dsl_backend.gemm.sm90.unpacking import pair_bits
 from dsl_backend.primitives.accumulators import words_of
 from dsl_backend.primitives.math import fma_f16x2, permute_bytes
 from dsl_backend.quant.mxfp4_tiles import BLOCK_COLUMNS
-from dsl_backend.quant.weight_only import TILE_COLUMNS
 
-# Columns of a wgmma, of which a thread has a word.
+# Columns of a matrix product, of which a thread has a word.
 STEP_COLUMNS = 16
 # Words of a thread that one access reads.
 WORDS = 4
@@ -34,6 +31,8 @@ def both(half: int) -> int:
 
 # A sign, and the three other bits of an element: those that a shift brings there, and those of the fourth element.
 ELEMENT, SIGN, EXPONENT, MANTISSA = both(0x81C0), both(0x8000), both(0x0180), both(0x0040)
+# What is added to products: nothing, whatever their signs are.
+MINUS_ZEROS = SIGN
 # An exponent in the lowest bits of halves to bfloat16.
 TO_EXPONENT = 7
 
@@ -61,21 +60,40 @@ class Mxfp4Unpacking:
         Args:
             pieces: words of 64 columns each. exponents: a word of each row.
         """
+        rows, elements = self.exponents_of(exponents, thread), words_of(tCrW)
+        for i, piece in enumerate(pieces):
+            steps = self.unpack_piece(piece, rows, thread, i * (PIECE_COLUMNS // BLOCK_COLUMNS))
+            for at, element in enumerate(element for step in steps for element in step):
+                elements[i * (PIECE_COLUMNS // 4) + at] = element
+
+    def exponents_of(self, exponents: cute.Pointer, thread: cutlass.Int32) -> list[cutlass.Int32]:
+        """The words of a thread's two rows."""
         rows = cute.make_tensor(exponents, cute.make_layout(WARPGROUP))
         row = thread // 32 * 16 + thread % 32 // 4
-        of_rows = [rows[row], rows[row + 8]]
-        elements, at = words_of(tCrW), 0
-        for step in range(TILE_COLUMNS // STEP_COLUMNS):
-            if step % WORDS == 0:
-                read = cute.make_rmem_tensor(WORDS, cutlass.Int32)
-                source = pieces[step // WORDS] + thread * WORDS
-                cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(WORDS)), read)
+        return [rows[row], rows[row + 8]]
+
+    def unpack_piece(
+        self, piece: cute.Pointer, exponents: Sequence[cutlass.Int32], thread: cutlass.Int32, first_block: int = 0
+    ) -> list[list[cutlass.Int32]]:
+        """A thread's weights of 64 columns as pairs: of each 16 columns four, of rows 0 and 8, columns in order.
+
+        Args:
+            exponents: words of both rows. first_block: of the columns, which of a word's bytes it is.
+        """
+        read = cute.make_rmem_tensor(WORDS, cutlass.Int32)
+        cute.autovec_copy(cute.make_tensor((piece + thread * WORDS).align(16), cute.make_layout(WORDS)), read)
+        found = []
+        for step in range(WORDS):
             if step * STEP_COLUMNS % BLOCK_COLUMNS == 0:
-                block = step * STEP_COLUMNS // BLOCK_COLUMNS
-                factors = [factor_of(word, block) for word in of_rows]
-            for i, element in enumerate(elements_of(read[step % WORDS])):
-                elements[at] = fma_f16x2(element, factors[i % 2], pair_bits(-0.0, torch.bfloat16), "bf16x2")
-                at += 1
+                block = first_block + step * STEP_COLUMNS // BLOCK_COLUMNS
+                factors = [factor_of(word, block) for word in exponents]
+            found.append(
+                [
+                    fma_f16x2(element, factors[i % 2], MINUS_ZEROS, "bf16x2")
+                    for i, element in enumerate(elements_of(read[step]))
+                ]
+            )
+        return found
 
 
 def factor_of(word: cutlass.Int32, block: int) -> cutlass.Int32:

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of SM100's kernels of experts in MXFP4 under 16-bit activations; needs no CuTe DSL. Nothing of it was timed."""
+
+from dataclasses import dataclass
+from functools import cache
+
+from dsl_backend.experts.configs import ExpertsConfig, products
+from dsl_backend.experts.spec import ExpertsSpec
+from dsl_backend.gemm.configs import deepest
+from dsl_backend.gemm.sizes import BLOCK_BYTES, BLOCK_K, WARPGROUP
+from dsl_backend.gemm.sm100.configs import GemmConfig
+from dsl_backend.gemm.spec import Dtypes, GemmSpec
+from dsl_backend.gemm.tiles import BARRIER_BYTES
+from dsl_backend.quant.mxfp4_tiles import TILES
+from dsl_backend.quant.weight_only import TILE_ROWS
+from dsl_backend.runtime.target import Target
+
+# Rows of weights of a box, most first: packed tiles of one part each.
+BOXES = (128, 64)
+# Of unpacked weights: one is multiplied, the others are written by the warps that unpack.
+UNPACKED_STAGES = 3
+# Unpacking 256 rows of 64 columns takes 900 instructions of a warp, 3.5 for each pair: 900 cycles of a scheduler with
+# one warpgroup's warps if each waits for its last one 4 cycles, and half of it with two.
+UNPACKING_WARPGROUPS = 2
+# Of an epilogue's thread, of five warpgroups: what they have at first, 96 each, is what 192 and four times 72 are.
+UNPACKING_EPILOGUE_REGISTERS = 192
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackedTiles(GemmConfig):
+    """Tiles of a grouped GEMM. A stage has 64 columns: x, and half of each packed tile with its scales."""
+
+    @property
+    def row_tiles(self) -> int:
+        """Packed tiles of a CTA's tile."""
+        return 2 * self.box_n // TILE_ROWS
+
+    @property
+    def half_words(self) -> int:
+        """32-bit words of half a packed tile with its scales."""
+        return TILES.value_words // 2 + TILES.tile_words - TILES.value_words
+
+    def unpacking_threads(self, gathers: bool) -> int:
+        """Of a CTA: the epilogue's warpgroup; products and loads, for which gathering takes a second one; unpacking."""
+        return (1 + (2 if gathers else 1) + UNPACKING_WARPGROUPS) * WARPGROUP
+
+    def stage_bytes(self, dtypes: Dtypes) -> int:
+        return self.row_tiles * self.half_words * 4 + self.tile_m * BLOCK_K * dtypes.x.itemsize
+
+    def epilogue_elements(self, parts: int) -> int:
+        """Threads store their rows from registers."""
+        return 0
+
+    def smem_bytes(self, spec: GemmSpec) -> int:
+        return super().smem_bytes(spec) + UNPACKED_STAGES * (self.weight_rows * BLOCK_BYTES + BARRIER_BYTES)
+
+    def objections(self, spec: GemmSpec, smem_bytes: int) -> list[str]:
+        reasons = []
+        if self.box_n not in BOXES:
+            reasons.append(f"box_n is {self.box_n}: {' or '.join(map(str, BOXES))} is needed, of whole packed tiles")
+        if self.two_cta:
+            reasons.append("two CTAs share no products")
+        return reasons + super().objections(spec, smem_bytes)
+
+
+@cache
+def candidates(spec: ExpertsSpec, target: Target) -> tuple[ExpertsConfig, ...]:
+    """The kernels of a layer for any number of tokens, widest first. None where not all fit."""
+    found = []
+    for box_n in BOXES:
+        tiles = UnpackedTiles(box_n=box_n)
+        first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec))  # type: ignore[arg-type]
+        if not isinstance(first, UnpackedTiles) or not isinstance(second, UnpackedTiles):
+            return ()
+        found.append(ExpertsConfig(first=first, second=second, prefetches=True))
+    return tuple(found)
+
+
+def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ExpertsConfig:
+    """The kernels for so many tokens: the widest whose first product has a tile for most SMs."""
+    found = candidates(spec, target.sparing(0))
+    filling = (one for one in found if 4 * one.ctas(spec, tokens, target)[1] >= 3 * target.used_sms)
+    return next(filling, found[-1])
