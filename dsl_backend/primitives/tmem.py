@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between tensor memory and registers: thread t of a warpgroup accesses lane t."""
 
+from collections.abc import Sequence
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
+from cutlass.cutlass_dsl import dsl_user_op
 
 LANE_STRIDE = 1 << 16  # of tensor-memory addresses
 REPETITIONS = {width: getattr(tcgen05.Repetition, f"x{width}") for width in (1, 2, 4, 8, 16, 32, 64, 128)}
@@ -62,6 +65,26 @@ def store(
         thr_copy = tcgen05.make_tmem_copy(atom, target).get_slice(thread)
         source = cute.make_tensor(registers.iterator + start, cute.make_layout(thr_copy.partition_S(target).shape))
         cute.copy(atom, source, thr_copy.partition_D(target))
+
+
+@dsl_user_op
+def store_rows(words: Sequence[cutlass.Int32], address: cutlass.Int32, *, loc=None, ip=None) -> None:
+    """Store words in the order of a 16-bit A operand in registers into 16 lanes. In flight until the caller waits.
+
+    By a warp. Of columns 4i to 4i + 3 a thread has words 2i, of lane thread / 4, and 2i + 1, 8 lanes behind it; in both
+    of column 4i + thread % 4.
+
+    Args:
+        words: two, four, ... or 128.
+        address: of the first lane, which is one of the warp's 32 and a multiple of 16, and of the first column.
+    """
+    registers = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.16x128b.x{len(words) // 2}.b32 [{{$r0}}], {{ {registers} }};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
 
 
 def before_sync() -> None:

@@ -17,12 +17,14 @@ from gpu_kernels import skip_unless
 from weight_only_experts_cases import (
     BY_ID,
     CASES,
+    FEW_SM100,
     GROUPED,
     GROUPED_BY_ID,
     SM100,
     WeightOnlyEmulated,
     emulate,
     random_emulated,
+    random_few_sm100,
     random_grouped,
     random_sm100,
 )
@@ -30,7 +32,7 @@ from weight_only_experts_cases import (
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.experts import api, dispatch, precompile, reference, weight_only_configs
 from dsl_backend.experts.configs import ExpertsConfig, products
-from dsl_backend.experts.weight_only_sm100_configs import UnpackedTiles
+from dsl_backend.experts.weight_only_sm100_configs import UnpackedSmallMConfig, UnpackedTiles
 from dsl_backend.quant.format import MXFP4, MXFP4_TILED
 from dsl_backend.quant.mxfp4_tiles import LEAST_SCALE, MOST_SCALE, pack, pack_experts, unpack, unpack_expert
 from dsl_backend.quant.reference import unpacked_e2m1
@@ -233,33 +235,46 @@ def test_any_number_of_tokens_has_tiles() -> None:
 
 
 def test_any_number_of_tokens_has_tiles_on_sm100() -> None:
-    """Narrow ones where wide ones would leave SMs without any."""
+    """Those for few tokens as long as they serve all at once; then narrow ones where wide ones would leave SMs idle."""
     target = from_arch("sm_100a")
-    spec = replace(WEIGHT_ONLY.spec, num_experts=32, hidden_size=2880, intermediate_size=2880, topk=4)
-    widths = []
+    spec = replace(WEIGHT_ONLY.spec, num_experts=8, hidden_size=2880, intermediate_size=2880, topk=1)
+    widths, few = [], []
     for tokens in (1 << i for i in range(18)):
         config = weight_only_configs.choose(spec, tokens, target)
+        assert config.serves(tokens)
         assert config in weight_only_configs.candidates(spec, target)
         assert config.first.smem_bytes(products(spec)[0]) <= target.smem_bytes
-        widths.append(config.first.box_n)
+        if isinstance(config, ExpertsConfig):
+            widths.append(config.first.weight_rows)
+        else:
+            few.append(config.first.tile_tokens)
+            assert tokens <= few[-1]
+    assert few == [16, 16, 16, 16, 16, 32, 64]
     assert widths == sorted(widths)
-    assert {widths[0], widths[-1]} == {64, 128}
-    assert len(list(precompile.precompile_specs_of(spec, target, "cute-weight-only"))) == 2
+    assert {widths[0], widths[-1]} == {128, 256}
+    units = list(precompile.precompile_specs_of(spec, target, "cute-weight-only"))
+    assert len(units) == len(weight_only_configs.candidates(spec, target)) == 5
     small = replace(target, smem_bytes=100 << 10)
     assert weight_only_configs.objections(spec, small) == ["102400 bytes of shared memory are too few for every tile"]
 
 
 @pytest.mark.parametrize(
-    ("facts", "message"),
+    ("tiles", "facts", "message"),
     [
-        ({"box_n": 96}, "box_n is 96: 128 or 64 is needed, of whole packed tiles"),
-        ({"two_cta": True}, "two CTAs share no products"),
-        ({"stages": 12}, "bytes of shared memory"),
+        (UnpackedTiles(stages=4), {"box_n": 96}, "box_n is 96: 128 or 64 is needed, of whole packed tiles"),
+        (UnpackedTiles(stages=4), {"two_cta": True}, "two CTAs share no products"),
+        (UnpackedTiles(stages=4), {"stages": 12}, "bytes of shared memory"),
+        (UnpackedSmallMConfig(), {"tile_k": 64}, "tile_k 64 is not 128, the columns of packed tiles"),
+        (UnpackedSmallMConfig(), {"tokens": 128}, "128 tokens: tensor memory has room for 64 beside"),
+        (UnpackedSmallMConfig(), {"tokens": 40}, "40 tokens are neither a multiple of 16"),
+        (UnpackedSmallMConfig(), {"num_splits": 2}, "CTAs hand partial sums to each other through memory alone"),
+        (UnpackedSmallMConfig(), {"stages": 14}, "bytes of shared memory"),
     ],
 )
-def test_tiles_that_are_none_on_sm100(facts: dict[str, Any], message: str) -> None:
+def test_tiles_that_are_none_on_sm100(
+    tiles: UnpackedTiles | UnpackedSmallMConfig, facts: dict[str, Any], message: str
+) -> None:
     spec, smem_bytes = products(WEIGHT_ONLY.spec)[0], from_arch("sm_100a").smem_bytes
-    tiles = UnpackedTiles(stages=4)
     assert not tiles.objections(spec, smem_bytes)
     assert re.search(message, "; ".join(replace(tiles, **facts).objections(spec, smem_bytes)))
 
@@ -297,11 +312,19 @@ def test_emulated_on_sm100(name: str, schedule: str) -> None:
     emulate(GROUPED_BY_ID[name], schedule, 1)
 
 
+@pytest.mark.parametrize(("name", "schedule"), in_turn(FEW_SM100, ("sm100-few-plain",)))
+def test_few_tokens_emulated_on_sm100(name: str, schedule: str) -> None:
+    emulate(BY_ID[name], schedule, 1)
+
+
 @pytest.mark.rest
-@pytest.mark.parametrize(("name", "warp"), [("rows", 5), ("deep", 5), *(("sm100-deep", warp) for warp in (4, 9, 14))])
-def test_many_tokens_with_a_late_warp(name: str, warp: int) -> None:
-    """A consumer's; on SM100 that of products, and one of each warpgroup that unpacks."""
-    emulate(GROUPED_BY_ID[name], "late", warp)
+@pytest.mark.parametrize(
+    ("name", "warp"),
+    [("rows", 5), ("deep", 5), *((name, warp) for name in ("sm100-deep", "sm100-few-plain") for warp in (4, 9, 14))],
+)
+def test_with_a_late_warp(name: str, warp: int) -> None:
+    """A consumer's; on SM100 that of products, one that gathers or unpacks, and one that unpacks."""
+    emulate({**BY_ID, **GROUPED_BY_ID}[name], "late", warp)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -319,9 +342,14 @@ def test_fuzz_on_sm100(seed: int) -> None:
     emulate(random_sm100(seed), SCHEDULES[seed % 3], seed)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fuzz_of_few_tokens_on_sm100(seed: int) -> None:
+    emulate(random_few_sm100(seed), SCHEDULES[seed % 3], seed)
+
+
 @pytest.mark.rest
 def test_the_bits_are_the_same_in_any_order_of_events() -> None:
-    for one in (BY_ID["long"], GROUPED_BY_ID["rows"], GROUPED_BY_ID["sm100-tall"]):
+    for one in (BY_ID["long"], BY_ID["sm100-few-plain"], GROUPED_BY_ID["rows"], GROUPED_BY_ID["sm100-tall"]):
         assert torch.equal(emulate(one, "eager"), emulate(one, "random", seed=5))
 
 
@@ -331,7 +359,7 @@ def test_all_elements_under_scales_far_apart() -> None:
     case = replace(WEIGHT_ONLY, tokens=8, num_experts=1, topk=1, hidden=64, width=32)
     weight, scale, _ = of_checkpoint(64, 32)
     packed = pack_experts(weight[None], scale[None].clamp(87, 147))
-    for one in (BY_ID["one"], GROUPED_BY_ID["sm100-single"]):
+    for one in (BY_ID["one"], BY_ID["sm100-few-one"], GROUPED_BY_ID["sm100-single"]):
         emulate(replace(one, case=case), "eager", 0, given=tensors(case, "cpu")._replace(w2=packed))
 
 

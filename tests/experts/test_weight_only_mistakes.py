@@ -9,8 +9,10 @@ pytest.importorskip("cutlass")
 
 from weight_only_experts_cases import BY_ID, GROUPED_BY_ID, WeightOnlyEmulated, emulate
 
-from dsl_backend.experts.cute import weight_only_host
+from dsl_backend.experts.cute import packed_tiles, weight_only_host
 from dsl_backend.experts.cute.sm90 import weight_only_decode, weight_only_grouped
+from dsl_backend.experts.cute.sm100 import unpacking as sm100_unpacking
+from dsl_backend.experts.cute.sm100 import weight_only_decode as sm100_decode
 from dsl_backend.experts.cute.sm100 import weight_only_grouped as sm100_grouped
 from dsl_backend.gemm import mxfp4_unpacking
 from emulator.errors import EmulatorError, HostError
@@ -27,6 +29,14 @@ def of_many(id: str, said: str, wrong: str) -> Mistake:
 
 def sm100(id: str, said: str, wrong: str) -> Mistake:
     return Mistake(f"sm100: {id}", sm100_grouped, said, wrong)
+
+
+def sm100_few(id: str, said: str, wrong: str) -> Mistake:
+    return Mistake(f"sm100, few: {id}", sm100_decode, said, wrong)
+
+
+def loading(id: str, said: str, wrong: str) -> Mistake:
+    return Mistake(id, packed_tiles, said, wrong)
 
 
 def unpacking(id: str, said: str, wrong: str) -> Mistake:
@@ -48,10 +58,10 @@ MISTAKES = (
             "the second element is the first", "(word << (3 * i) if i else word)", "(word << (3 * (i // 2 * 2)))"
         ),
     ),
-    (BY_ID["plain"], of_few("weights of the first expert", "cutlass.Int64(expert) * tWgW.stride[0]", "0")),
+    (BY_ID["plain"], loading("weights of the first expert", "cutlass.Int64(expert) * tWgW.stride[0]", "0")),
     (BY_ID["plain"], unpacking("up rows are gate rows", "i // of_box * of_part + ", "0 * of_part + ")),
     (GROUPED_BY_ID["gpt-oss"], unpacking("past the last row", "of_part - 1)", "of_part + 3)")),
-    (BY_ID["long"], of_few("the first tile of columns", "+ k_tile * TILES.tile_words", "")),
+    (BY_ID["long"], loading("the first tile of columns", "+ k_tile * TILES.tile_words", "")),
     (BY_ID["long"], unpacking("other words of the four", "read[step]", "read[3 - step]")),
     (BY_ID["long"], of_few("a position is not awaited", "            pipeline.consumer_wait(start + i)\n", "")),
     (
@@ -143,6 +153,7 @@ MISTAKES = (
     ),
 )
 RAGGED, DEEP = GROUPED_BY_ID["sm100-ragged"], GROUPED_BY_ID["sm100-deep"]
+PLAIN, LONG = BY_ID["sm100-few-plain"], BY_ID["sm100-few-long"]
 MISTAKES += (
     (RAGGED, sm100("the first expert", "cutlass.Int64(work.expert) * (4", "0 * (4")),
     (DEEP, sm100("the first packed tile", "k_tile // HALVES * tile_bytes", "0 * tile_bytes")),
@@ -160,10 +171,76 @@ MISTAKES += (
     (DEEP, sm100("unpacked weights are not awaited", "        beside.unpacked.consumer_wait(position)\n", "")),
     (DEEP, sm100("a stage is not given back", "self.commit(beside.unpacked.empty(position))", "pass")),
     (RAGGED, sm100("no fence", 'cute.arch.fence_proxy("async.shared", space="cta")', "pass")),
-    (RAGGED, sm100("lanes are not awaited", "                cute.arch.sync_warp()\n", "")),
     (RAGGED, sm100("sums are not raised", " * 2.0**LOWERED", "")),
+    (DEEP, Mistake("sm100: one warpgroup's rows", sm100_unpacking, "place // WARPGROUP)", "0 * place)")),
+    # Few tokens.
+    (PLAIN, sm100_few("the first box twice", "group * BOX_TILES + i", "i")),
+    (PLAIN, sm100_few("one packed tile of a box", "group * BOX_TILES + i", "group * BOX_TILES")),
+    (
+        PLAIN,
+        sm100_few(
+            "scales of the first half",
+            "block = tile + piece * (WARPGROUP * WORDS), piece *",
+            "block = tile + piece * (WARPGROUP * WORDS), 0 *",
+        ),
+    ),
+    (PLAIN, sm100_few("values of the first half", "tile + piece * (WARPGROUP * WORDS)", "tile")),
+    (PLAIN, sm100_few("columns of the first half", "first + piece * (PIECE_COLUMNS // PACKED)", "first")),
+    (PLAIN, sm100_few("lanes of the first tile", "lanes + i * (HALF_WARP * tmem.LANE_STRIDE)", "lanes")),
+    (PLAIN, sm100_few("columns of the first box", "        first += group *", "        first += 0 *")),
+    (
+        PLAIN,
+        sm100_few(
+            "one stage",
+            "sW.unpacked.stage(position) * UNPACKED_COLUMNS\n            first +=",
+            "0 * UNPACKED_COLUMNS\n            first +=",
+        ),
+    ),
+    (LONG, sm100_few("a stage is overwritten", "            sW.unpacked.producer_acquire(position)\n", "")),
+    (
+        LONG,
+        sm100_few(
+            "packed weights are not awaited",
+            "            pipeline.consumer_wait(position)\n            first",
+            "            first",
+        ),
+    ),
+    (LONG, sm100_few("unpacked weights are not awaited", "                sW.unpacked.consumer_wait(position)\n", "")),
+    (
+        LONG,
+        sm100_few(
+            "x is not awaited",
+            "                pipeline.consumer_wait(position)\n                sW",
+            "                sW",
+        ),
+    ),
+    (PLAIN, sm100_few("stores are not awaited", "            cute.arch.fence_view_async_tmem_store()\n", "")),
+    (PLAIN, sm100_few("no fence before the barrier", "            tmem.before_sync()\n", "")),
+    (PLAIN, sm100_few("stages are given back once", "if i else ()", "if i < 0 else ()")),
+    (LONG, sm100_few("sums of the tile before stay", "iteration > start", "iteration >= start")),
+    (PLAIN, sm100_few("sums of one box are not raised", "acc_1[i] * 2.0**LOWERED", "acc_1[i]")),
+    (PLAIN, sm100_few("rows in order", "row_of_lane(thread))", "thread)")),
 )
-QUICK = ("the other row's scales", "many: the first consumer's weights", "sm100: rows of the first warp")
+QUICK = (
+    "the other row's scales",
+    "many: the first consumer's weights",
+    "sm100: rows of the first warp",
+    "sm100, few: rows in order",
+)
+
+
+# Classes that kernels have methods of, and kernels with the host's names of them.
+SHARED = {
+    mxfp4_unpacking: mxfp4_unpacking.Mxfp4Unpacking,
+    packed_tiles: packed_tiles.PackedTiles,
+    sm100_unpacking: sm100_unpacking.UnpackingWarps,
+}
+KERNELS = {
+    weight_only_decode: ("WeightOnlyDecodeGemm", None),
+    weight_only_grouped: ("WeightOnlyGroupedGemm", None),
+    sm100_decode: ("WeightOnlyDecodeGemm", "DecodeGemmSm100"),
+    sm100_grouped: ("WeightOnlyGroupedGemm", "GroupedGemmSm100"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -179,12 +256,11 @@ def test_mistake_is_found(
     of: WeightOnlyEmulated, mistake: Mistake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = spoilt(mistake, tmp_path)
-    if mistake.module is mxfp4_unpacking:
-        spoil_methods(mxfp4_unpacking.Mxfp4Unpacking, module, monkeypatch)
+    if mistake.module in SHARED:
+        spoil_methods(SHARED[mistake.module], module, monkeypatch)
     else:
-        name = "WeightOnlyDecodeGemm" if mistake.module is weight_only_decode else "WeightOnlyGroupedGemm"
-        imported = "GroupedGemmSm100" if mistake.module is sm100_grouped else name
-        monkeypatch.setattr(weight_only_host, imported, getattr(module, name))
+        name, imported = KERNELS[mistake.module]
+        monkeypatch.setattr(weight_only_host, imported or name, getattr(module, name))
     with pytest.raises((EmulatorError, AssertionError)) as raised:
         emulate(of, "lazy", 1)
     assert not isinstance(raised.value, HostError), "it ran"

@@ -9,11 +9,11 @@ from experts_cases import SMS, TARGETS
 
 import emulator
 from dsl_backend.experts.args import ExpertsOperands
-from dsl_backend.experts.configs import Config, ExpertsConfig
+from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig
 from dsl_backend.experts.cute import weight_only_host as host
 from dsl_backend.experts.spec import RouterWeights
 from dsl_backend.experts.weight_only_configs import WeightOnlyDecodeConfig, WeightOnlyGroupedTiles
-from dsl_backend.experts.weight_only_sm100_configs import UnpackedTiles
+from dsl_backend.experts.weight_only_sm100_configs import UnpackedSmallMConfig, UnpackedTiles
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing.experts import (
@@ -40,14 +40,14 @@ class WeightOnlyEmulated:
     id: str
     why: str
     case: ExpertsCase
-    first: WeightOnlyConfig | WeightOnlyGroupedTiles | UnpackedTiles
-    second: WeightOnlyConfig | WeightOnlyGroupedTiles | UnpackedTiles | None = None
+    first: WeightOnlyConfig | WeightOnlyGroupedTiles | UnpackedTiles | UnpackedSmallMConfig
+    second: WeightOnlyConfig | WeightOnlyGroupedTiles | UnpackedTiles | UnpackedSmallMConfig | None = None
     per_sm: int = 1
     routing_ctas: int = 1
 
     @property
     def arch(self) -> str:
-        return "sm_100a" if isinstance(self.first, UnpackedTiles) else "sm_90a"
+        return "sm_100a" if isinstance(self.first, (UnpackedTiles, UnpackedSmallMConfig)) else "sm_90a"
 
     @property
     def config(self) -> Config:
@@ -55,6 +55,9 @@ class WeightOnlyEmulated:
         if isinstance(first, UnpackedTiles):
             assert isinstance(second, UnpackedTiles)
             return ExpertsConfig(first=first, second=second, prefetches=True)
+        if isinstance(first, UnpackedSmallMConfig):
+            assert isinstance(second, UnpackedSmallMConfig)
+            return DecodeConfig(first=first, second=second)
         if isinstance(first, WeightOnlyGroupedTiles):
             assert isinstance(second, WeightOnlyGroupedTiles)
             return ExpertsConfig(first=first, second=second)
@@ -240,8 +243,8 @@ SM100 = [
         id="sm100-deep",
         why="several tiles a CTA, several times round the stages; half of the last packed tile is beyond the columns",
         case=replace(WEIGHT_ONLY, tokens=20, hidden=416, width=160, pad_x=8, pad_out=16),
-        first=NARROW,
-        second=replace(BROAD, stages=2),
+        first=replace(NARROW, stages=4),
+        second=replace(BROAD, stages=5),
     ),
     WeightOnlyEmulated(
         id="sm100-input",
@@ -270,7 +273,19 @@ SM100 = [
         first=NARROW,
     ),
 ]
-BY_ID = {one.id: one for one in CASES}
+# Of the cases for few tokens with tiles of SM100's.
+FEW = UnpackedSmallMConfig(tokens=16, stages=2)
+FEW_SM100 = [
+    replace(
+        one,
+        id=f"sm100-few-{one.id}",
+        first=replace(FEW, tokens=next(tokens for tokens in (16, 32, 64) if tokens >= one.case.tokens)),
+        second=replace(FEW, tokens=64, stages=3) if one.id in ("gpt-oss", "long") else None,
+    )
+    for one in CASES
+    if one.id != "shared-sms"
+]
+BY_ID = {one.id: one for one in (*CASES, *FEW_SM100)}
 GROUPED_BY_ID = {one.id: one for one in (*GROUPED, *SM100)}
 
 
@@ -324,3 +339,17 @@ def random_sm100(seed: int) -> WeightOnlyEmulated:
         second=second,
         routing_ctas=draw.choice((1, 1, 2, 5)),
     )
+
+
+def random_few_sm100(seed: int) -> WeightOnlyEmulated:
+    """Any layer with tiles of SM100's kernels for few tokens."""
+    draw = random.Random(seed)
+    tokens = draw.choice((1, 3, 8, 15, 33, 48, 64))
+    case = replace(random_weight_only_case(draw, 320), tokens=tokens)
+    first, second = (
+        UnpackedSmallMConfig(
+            tokens=draw.choice([one for one in (16, 32, 48, 64) if one >= tokens]), stages=draw.randint(2, 5)
+        )
+        for _ in range(2)
+    )
+    return WeightOnlyEmulated(id=f"sm100-few-{seed}", why="any", case=case, first=first, second=second)

@@ -226,7 +226,9 @@ def test_by_name_alone(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("arch", "tokens", "launches"), [("sm_90a", 5, 2), ("sm_90a", 40, 4), ("sm_100a", 40, 4)])
+@pytest.mark.parametrize(
+    ("arch", "tokens", "launches"), [("sm_90a", 5, 2), ("sm_90a", 40, 4), ("sm_100a", 5, 2), ("sm_100a", 70, 4)]
+)
 def test_by_the_kernels_of_a_gpu(
     arch: str, tokens: int, launches: int, served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,9 +12,10 @@ from dsl_backend.experts.cute.key import ExpertsKey
 from dsl_backend.experts.cute.layer import DecodeLayer, ExpertsLayer
 from dsl_backend.experts.cute.sm90.weight_only_decode import WeightOnlyDecodeGemm
 from dsl_backend.experts.cute.sm90.weight_only_grouped import WeightOnlyGroupedGemm
+from dsl_backend.experts.cute.sm100.weight_only_decode import WeightOnlyDecodeGemm as DecodeGemmSm100
 from dsl_backend.experts.cute.sm100.weight_only_grouped import WeightOnlyGroupedGemm as GroupedGemmSm100
 from dsl_backend.experts.weight_only_configs import choose
-from dsl_backend.experts.weight_only_sm100_configs import UnpackedTiles
+from dsl_backend.experts.weight_only_sm100_configs import UnpackedSmallMConfig, UnpackedTiles
 from dsl_backend.gemm.host import ALIGNMENT
 from dsl_backend.quant.mxfp4_tiles import TILES
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -32,6 +33,8 @@ def fake_tiles(experts: int) -> Any:
 
 def layer_of(key: ExpertsKey) -> Any:
     """The function of x and the arguments of a launch."""
+    if isinstance(key.first, UnpackedSmallMConfig):
+        return DecodeLayer(key, DecodeGemmSm100)
     if key.decodes:
         return DecodeLayer(key, WeightOnlyDecodeGemm)
     if isinstance(key.first, UnpackedTiles):

@@ -4,6 +4,8 @@
 An epilogue thread has a row of each box of weights: the lanes of a warp have neighbouring columns of the output.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
@@ -29,6 +31,9 @@ from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 
 class SmallMGemm(SmallMGemmBase):
     """See `gemm/small_m.py`."""
+
+    # The last ones of a CTA, which unpack weights.
+    unpacking_warps = 0
 
     def __init__(self, key: GemmKey[SmallMConfig]):
         # Packed arithmetic needs registers beside a thread's up to 128 accumulators: ptxas spilled up to 32 bytes (64
@@ -76,7 +81,7 @@ class SmallMGemm(SmallMGemmBase):
         sX_layout: cute.ComposedLayout,
     ):
         smem = cutlass.utils.SmemAllocator()
-        sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+        sW = self.allocate_weights(smem, sW_layout)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
         acc_pipeline = self.acc_edge.allocate(smem)
@@ -89,9 +94,11 @@ class SmallMGemm(SmallMGemmBase):
                 pipeline.init()
                 acc_pipeline.init()
                 self.expect_partials(received)
+                self.init_stages(sW)
             cute.arch.mbarrier_init_fence()
             for atom in (params.tma_atom_w, params.tma_atom_x):
-                cpasync.prefetch_descriptor(atom)
+                if cutlass.const_expr(atom is not None):
+                    cpasync.prefetch_descriptor(atom)
         if role == MMA_WARP:
             cute.arch.alloc_tmem(self.tmem_columns, tmem_address)
             cute.arch.relinquish_tmem_alloc_permit()
@@ -111,10 +118,23 @@ class SmallMGemm(SmallMGemmBase):
                 self.load(params, sW, sX, pipeline, work)
             if role == MMA_WARP:
                 self.mma(tiled_mma, sW, sX, pipeline, acc_pipeline, work, tmem_ptr)
+            if cutlass.const_expr(self.unpacking_warps > 0):
+                if warp >= self.threads // WARP - self.unpacking_warps:
+                    self.unpack(sW, pipeline, work, tmem_ptr)
             self.meet_end()
         cute.arch.sync_threads()
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
+
+    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> Any:
+        """Stages of weights, as `load`, `mma` and `unpack` take them."""
+        return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
+
+    def init_stages(self, sW):
+        """By one thread: initialise the barriers of what `allocate_weights` returned, which has none here."""
+
+    def unpack(self, sW, pipeline: Pipeline, work: StreamKWork, tmem_ptr: cute.Pointer):
+        """The warps that unpack weights: here there are none."""
 
     def iterations(self, work: StreamKWork, tile):
         """(first, end) of a tile's iterations, (first, end) of those in the CTA's range."""

@@ -10,8 +10,6 @@ tokens has 512 cycles of products, and 900 of shared memory at 128 bytes each: 2
 multiply, the rest for packed weights and x. In tensor memory, as the M of products, unpacked weights would take 512.
 """
 
-from dataclasses import dataclass
-
 import cutlass
 from cutlass import cute
 from cutlass.utils import LayoutEnum, hopper_helpers
@@ -19,17 +17,18 @@ from cutlass.utils import LayoutEnum, hopper_helpers
 from dsl_backend.experts.cute.grouped import GroupedParams, WorkTile
 from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.experts.cute.sm100.grouped import GroupedGemm
+from dsl_backend.experts.cute.sm100.unpacking import UnpackingWarps, WeightStages
 from dsl_backend.experts.weight_only_sm100_configs import (
     UNPACKED_STAGES,
     UNPACKING_EPILOGUE_REGISTERS,
     UNPACKING_WARPGROUPS,
     UnpackedTiles,
 )
-from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, STEP_COLUMNS, Mxfp4Unpacking
-from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP, WARPGROUP
+from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, STEP_COLUMNS
+from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP
 from dsl_backend.gemm.sm100.configs import LOAD_WARP
 from dsl_backend.primitives.copy import bulk_load, store_matrices
-from dsl_backend.primitives.pipeline import UMMA, Edge, Pipeline, warps
+from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.quant.mxfp4_tiles import BLOCK_COLUMNS, LOWERED, TILES
 from dsl_backend.quant.weight_only import TILE_COLUMNS, TILE_ROWS
 
@@ -42,25 +41,11 @@ HALF_BITS = PIECE_COLUMNS // BLOCK_COLUMNS * 8
 VECTOR_BYTES, VECTOR_COLUMNS = 16, 8
 
 
-@dataclass(frozen=True)
-class WeightStages:
-    """Packed weights, and how they become operands.
-
-    Attributes:
-        sPacked: words [half of a packed tile and its scales, packed tile, stage], stages of x.
-        unpacked: from the warps that unpack to the MMA warp.
-    """
-
-    sPacked: cute.Tensor
-    unpacked: Pipeline
-
-
-class WeightOnlyGroupedGemm(Mxfp4Unpacking, GroupedGemm):
+class WeightOnlyGroupedGemm(UnpackingWarps, GroupedGemm):
     """One of the two products; see the module, and `experts/cute/grouped.py`."""
 
     trades_registers = True
     epilogue_registers = UNPACKING_EPILOGUE_REGISTERS
-    unpacking_warps = UNPACKING_WARPGROUPS * WARPGROUP // WARP
 
     def __init__(self, key: ProductKey):
         config = key.config
@@ -68,7 +53,6 @@ class WeightOnlyGroupedGemm(Mxfp4Unpacking, GroupedGemm):
         GroupedGemm.__init__(self, key)
         self.threads = config.unpacking_threads(self.gathers)
         self.row_tiles, self.half_words = config.row_tiles, config.half_words
-        self.unpacked_edge = Edge("unpacked weights", warps(self.unpacking_warps), UMMA, UNPACKED_STAGES)
 
     def smem_layouts(self, weight_rows: int):
         """(sX_layout, sW_layout): stages of x, and those of unpacked weights."""
@@ -79,12 +63,7 @@ class WeightOnlyGroupedGemm(Mxfp4Unpacking, GroupedGemm):
 
     def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> WeightStages:
         """Stages of packed weights, and the barriers of unpacked ones."""
-        layout = cute.make_layout((self.half_words, self.row_tiles, self.stages))
-        packed = smem.allocate_tensor(cutlass.Int32, layout, byte_alignment=128)
-        return WeightStages(packed, self.unpacked_edge.allocate(smem))
-
-    def init_stages(self, beside: WeightStages):
-        beside.unpacked.init()
+        return self.weight_stages(smem, self.half_words, UNPACKED_STAGES)
 
     def loads(self, role):
         """Four warps gather; of those of the second product one loads."""
@@ -122,8 +101,7 @@ class WeightOnlyGroupedGemm(Mxfp4Unpacking, GroupedGemm):
     def unpack(self, params: GroupedParams, sW: cute.Tensor, pipeline: Pipeline, beside: WeightStages):
         """The warps that unpack: of each stage every second packed tile for a warpgroup, 16 of its rows for a warp."""
         schedule, k_tiles = self.tiles_of_cta(params), self.k_tiles(params)
-        unpacker = cute.arch.thread_idx()[0] - (self.threads - self.unpacking_warps * WARP)
-        group, thread = cute.arch.make_warp_uniform(unpacker // WARPGROUP), unpacker % WARPGROUP
+        group, thread = self.unpacker()
         for tile in cutlass.range(schedule.count, unroll=1):
             for k_tile in cutlass.range(k_tiles, unroll=1):
                 position = tile * k_tiles + k_tile
@@ -138,9 +116,7 @@ class WeightOnlyGroupedGemm(Mxfp4Unpacking, GroupedGemm):
                     self.store_operand(sW, steps, row_tile, beside.unpacked.stage(position), thread)
                 # Products read by the async proxy.
                 cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(beside.unpacked.full(position))
+                self.hand_over(beside.unpacked, position)
 
     def store_operand(self, sW: cute.Tensor, steps: list, row_tile, stage, thread):
         """A thread's pairs of a packed tile to its rows of a stage, 16 columns of 16 rows at a time.

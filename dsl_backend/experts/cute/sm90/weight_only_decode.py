@@ -12,27 +12,25 @@ from typing import Any
 
 import cutlass
 from cutlass import cute
-from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.utils import LayoutEnum, hopper_helpers
 
 from dsl_backend.experts.cute.decode import DecodeParams, DecodeWork, gemm_key
 from dsl_backend.experts.cute.key import ExpertsKey
+from dsl_backend.experts.cute.packed_tiles import PackedTiles
 from dsl_backend.experts.cute.sm90.decode import DecodeGemm
-from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, WORDS, Mxfp4Unpacking
+from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, WORDS
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import MMA_M
 from dsl_backend.gemm.sm90.small_m import SmallMGemm
 from dsl_backend.gemm.sm90.weight_only_configs import WeightOnlyConfig
 from dsl_backend.gemm.sm90.weight_only_small_m import WeightOnlySmallMGemm
 from dsl_backend.gemm.small_m import SmallMGemmBase
-from dsl_backend.primitives.copy import bulk_load
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.quant.mxfp4_tiles import LOWERED, TILES
 from dsl_backend.quant.weight_only import TILE_COLUMNS
 
 
-class WeightOnlyDecodeGemm(Mxfp4Unpacking, DecodeGemm, WeightOnlySmallMGemm):
+class WeightOnlyDecodeGemm(PackedTiles, DecodeGemm, WeightOnlySmallMGemm):
     """See the module, and `experts/cute/decode.py`."""
 
     kind: Any
@@ -43,47 +41,10 @@ class WeightOnlyDecodeGemm(Mxfp4Unpacking, DecodeGemm, WeightOnlySmallMGemm):
         self.kind = TILES
         self.row_tiles, self.stage_bytes = config.row_tiles, config.packed_stage_bytes(TILES)
 
-    # Loads
-
-    def weights_view(self, weight: cute.Tensor) -> cute.Tensor:
-        """Packed tiles [E, parts * row tiles, column tiles, words] as they are."""
-        return weight
-
-    def tma_atoms(self, weights: cute.Tensor, x: cute.Tensor):
-        """(None, weights, tma_atom_x, mX): packed tiles are copied without a descriptor."""
-        tile = (self.box, self.tile_tokens, self.tile_k)
-        sX_box = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.x_dtype, 1)
-        tma_atom_x, mX = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(),
-            x,
-            cute.slice_(sX_box, (None, None, 0)),
-            (self.tile_tokens, self.tile_k),
-        )
-        return None, weights, tma_atom_x, mX
-
-    def partition_weights(self, params: Any, sW: cute.Tensor):
-        """(sW, mW): bulk copies need no partition."""
-        return sW, params.mW
-
     @cute.jit
     def load(self, params: Any, sW: cute.Tensor, sX: cute.Tensor, pipeline: Pipeline, work: Any):
         """The load warp; places are those of the list of experts."""
         SmallMGemmBase.load(self, params, sW, sX, pipeline, work)
-
-    @cute.jit
-    def copy_of(self, tma_atom_w, tWgW: cute.Tensor, expert, tWsW: cute.Tensor, n_tile, k_tile, stage, mbar):
-        """Both boxes of an expert: gate and up rows, or rows in order; past the last row the last tile again."""
-        of_part = tWgW.shape[1] // self.parts
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(self.row_tiles):
-                row_tile = self.packed_row(of_part, n_tile, i)
-                source = tWgW.iterator.toint() + 4 * (
-                    cutlass.Int64(expert) * tWgW.stride[0]
-                    + cutlass.Int64(row_tile) * tWgW.stride[1]
-                    + k_tile * TILES.tile_words
-                )
-                target = tWsW.iterator + tWsW.layout((0, i, stage))
-                bulk_load(source, target, 4 * TILES.tile_words, mbar)
 
     # Products
 
