@@ -193,10 +193,8 @@ EXPERTS_LAYERS: dict[str, dict[str, Any]] = {
     "e4m3-blocks": EXPERTS | {"topk": 4, "intermediate_size": 2816, "weight": BLOCK_SCALED},
     "e4m3-channels": EXPERTS | {"topk": 4, "weight": ROW_SCALED, "activation": SWIGLU_OAI, "interleaved": True},
 }
+EXPERTS_LAYERS["mxfp4-tiled-oai-biases"] = EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": MXFP4_TILED}
 # Of one architecture alone.
-WEIGHT_ONLY_LAYERS: dict[str, dict[str, Any]] = {
-    "mxfp4-tiled-oai-biases": EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": MXFP4_TILED},
-}
 BLOCK_SCALED_LAYERS: dict[str, dict[str, Any]] = {
     "mxfp8": EXPERTS | {"topk": 4, "weight": MXFP8},
     "mxfp4-oai-biases": EXPERTS_LAYERS["swiglu-oai-biases"] | {"weight": MXFP4},
@@ -355,7 +353,7 @@ def weight_only_kernels(kind: WeightOnlyFormat) -> Iterator[Made]:
 def experts_subjects() -> Iterator[Subject]:
     """All pairs of tiles that are chosen for a layer."""
     for arch in ("sm_90a", "sm_100a"):
-        of_arch = BLOCK_SCALED_LAYERS if arch == "sm_100a" else WEIGHT_ONLY_LAYERS
+        of_arch = BLOCK_SCALED_LAYERS if arch == "sm_100a" else {}
         for name, facts in (EXPERTS_LAYERS | of_arch).items():
             kernels = partial(experts_kernels, arch, ExpertsSpec(**facts))
             yield Subject(id=f"{arch}-experts-{name}", arch=arch, kernels=kernels)

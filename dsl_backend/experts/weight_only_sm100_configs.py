@@ -9,7 +9,7 @@ from dsl_backend.experts.configs import Config, DecodeConfig, ExpertsConfig, pro
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.gemm.configs import deepest
 from dsl_backend.gemm.sizes import BLOCK_BYTES, BLOCK_K, WARPGROUP
-from dsl_backend.gemm.sm100.configs import MOST_TOKENS, GemmConfig, SmallMConfig, allocated
+from dsl_backend.gemm.sm100.configs import MOST_COLUMNS, MOST_TOKENS, GemmConfig, SmallMConfig, allocated
 from dsl_backend.gemm.spec import Dtypes, GemmSpec
 from dsl_backend.gemm.tiles import BARRIER_BYTES
 from dsl_backend.quant.mxfp4_tiles import TILES
@@ -28,8 +28,10 @@ TOKENS = (16, 32, 64)
 # Unpacking 256 rows of 64 columns takes 900 instructions of a warp, 3.5 for each pair: 900 cycles of a scheduler with
 # one warpgroup's warps if each waits for its last one 4 cycles, and half of it with two.
 UNPACKING_WARPGROUPS = 2
-# Of an epilogue's thread, of five warpgroups: what they have at first, 96 each, is what 192 and four times 72 are.
-UNPACKING_EPILOGUE_REGISTERS = 192
+# Of an epilogue's thread and of others, which unpack: no more than what an equal share is in all, 96 of five warpgroups
+# and 128 of four. With 72 of others ptxas spilled 8 bytes (gpt-oss's layer,
+# few tokens).
+GROUPED_REGISTERS, DECODE_REGISTERS = (160, 80), (216, 96)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,10 @@ class UnpackedTiles(GemmConfig):
     def half_words(self) -> int:
         """32-bit words of half a packed tile with its scales."""
         return TILES.value_words // 2 + TILES.tile_words - TILES.value_words
+
+    def register_columns(self, parts: int) -> int:
+        # With 32 ptxas spilled 8 bytes (gpt-oss's layer).
+        return min(self.epilogue_n(parts), MOST_COLUMNS // 2)
 
     def unpacking_threads(self, gathers: bool) -> int:
         """Of a CTA: the epilogue's warpgroup; products and loads, for which gathering takes a second one; unpacking."""

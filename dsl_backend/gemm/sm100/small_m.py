@@ -32,7 +32,9 @@ from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 class SmallMGemm(SmallMGemmBase):
     """See `gemm/small_m.py`."""
 
-    # The last ones of a CTA, which unpack weights.
+    # Of the epilogue's threads, and of others, where registers are traded.
+    registers = (EPILOGUE_REGISTERS, OTHER_REGISTERS)
+    # The last warps of a CTA, which unpack weights.
     unpacking_warps = 0
 
     def __init__(self, key: GemmKey[SmallMConfig]):
@@ -109,11 +111,11 @@ class SmallMGemm(SmallMGemmBase):
         work = self.begin(params, smem)
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
-                cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
+                cute.arch.setmaxregister_increase(self.registers[0])
             self.epilogue(params, acc_pipeline, received, work, tmem_ptr, warp // (WARPGROUP // WARP))
         else:
             if cutlass.const_expr(self.trades_registers):
-                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+                cute.arch.setmaxregister_decrease(self.registers[1])
             if role == LOAD_WARP:
                 self.load(params, sW, sX, pipeline, work)
             if role == MMA_WARP:

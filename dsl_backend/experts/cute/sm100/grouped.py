@@ -26,8 +26,9 @@ class GroupedGemm(GroupedProduct, Gemm):
 
     # Whether the epilogue needs more registers than an equal share, which setmaxnreg moves between whole warpgroups.
     trades_registers = False
-    epilogue_registers = EPILOGUE_REGISTERS
-    # The last ones of a CTA, which unpack weights.
+    # Of the epilogue's threads, and of others.
+    registers = (EPILOGUE_REGISTERS, OTHER_REGISTERS)
+    # The last warps of a CTA, which unpack weights.
     unpacking_warps = 0
 
     def __init__(self, key: ProductKey):
@@ -80,13 +81,13 @@ class GroupedGemm(GroupedProduct, Gemm):
                 dependent_launch.wait()
         if role < 0:
             if cutlass.const_expr(self.trades_registers):
-                cute.arch.setmaxregister_increase(self.epilogue_registers)
+                cute.arch.setmaxregister_increase(self.registers[0])
             if cutlass.const_expr(self.clears):
                 self.clear_output(params, cute.arch.thread_idx()[0], WARPGROUP)
             self.epilogue(params, acc_pipeline, tmem_ptr, warp)
         if cutlass.const_expr(self.trades_registers):
             if role >= 0:
-                cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+                cute.arch.setmaxregister_decrease(self.registers[1])
         if role == MMA_WARP:
             self.mma(params, tiled_mma, sX, sW, pipeline, acc_pipeline, tmem_ptr, sScales)
         if self.loads(role):

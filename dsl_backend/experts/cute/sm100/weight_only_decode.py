@@ -20,6 +20,7 @@ from dsl_backend.experts.cute.packed_tiles import PackedTiles
 from dsl_backend.experts.cute.sm100.decode import DecodeGemm
 from dsl_backend.experts.cute.sm100.unpacking import UnpackingWarps, WeightStages
 from dsl_backend.experts.weight_only_sm100_configs import (
+    DECODE_REGISTERS,
     UNPACKED_COLUMNS,
     UNPACKED_TMEM_STAGES,
     UnpackedSmallMConfig,
@@ -42,6 +43,8 @@ PACKED = 2
 
 class WeightOnlyDecodeGemm(UnpackingWarps, PackedTiles, DecodeGemm):
     """See the module, and `experts/cute/decode.py`."""
+
+    registers = DECODE_REGISTERS
 
     def __init__(self, key: ExpertsKey, config: UnpackedSmallMConfig, first: bool):
         DecodeGemm.__init__(self, key, config, first)

@@ -19,8 +19,8 @@ from dsl_backend.experts.cute.key import ProductKey
 from dsl_backend.experts.cute.sm100.grouped import GroupedGemm
 from dsl_backend.experts.cute.sm100.unpacking import UnpackingWarps, WeightStages
 from dsl_backend.experts.weight_only_sm100_configs import (
+    GROUPED_REGISTERS,
     UNPACKED_STAGES,
-    UNPACKING_EPILOGUE_REGISTERS,
     UNPACKING_WARPGROUPS,
     UnpackedTiles,
 )
@@ -45,7 +45,7 @@ class WeightOnlyGroupedGemm(UnpackingWarps, GroupedGemm):
     """One of the two products; see the module, and `experts/cute/grouped.py`."""
 
     trades_registers = True
-    epilogue_registers = UNPACKING_EPILOGUE_REGISTERS
+    registers = GROUPED_REGISTERS
 
     def __init__(self, key: ProductKey):
         config = key.config
