@@ -43,7 +43,7 @@ def cases() -> list[Case[Problem]]:
         for ending, kind in SCHEMES.items()
         for m in FP8_TOKENS
     ]
-    # By `--kernels cute-weight-only` on SM90.
+    # By `--kernels cute-weight-only`.
     found += [
         case_of(f"gpt-oss-20b-size-{m}", Problem(m=m, weight=MXFP4_TILED, **MODELS["gpt-oss-20b-size"]), "mxfp4")
         for m in MXFP4_TOKENS

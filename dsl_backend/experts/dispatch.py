@@ -83,7 +83,7 @@ def cute_block_scaled(spec: ExpertsSpec, target: Target) -> list[str]:
 
 
 def cute_weight_only(spec: ExpertsSpec, target: Target) -> list[str]:
-    """What kernels for MXFP4 under 16-bit activations need; SM90's for many tokens and SM100's were not timed."""
+    """What kernels for MXFP4 under 16-bit activations need. SM90's are slow for many tokens; SM100's were not timed."""
     return target.arch_objections(*KERNEL_ARCHS) or [*toolkit.missing(), *weight_only_configs.objections(spec, target)]
 
 

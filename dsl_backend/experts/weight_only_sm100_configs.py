@@ -25,12 +25,11 @@ UNPACKED_STAGES = 3
 UNPACKED_TMEM_STAGES, UNPACKED_COLUMNS = 2, 2 * TILE_COLUMNS // 2
 # Tokens of a tile of the kernels for few, fewest first.
 TOKENS = (16, 32, 64)
-# Unpacking 256 rows of 64 columns takes 900 instructions of a warp, 3.5 for each pair: 900 cycles of a scheduler with
-# one warpgroup's warps if each waits for its last one 4 cycles, and half of it with two.
+# Unpacking 256 rows of 128 columns is 3050 instructions of warps, for which the integer units of an SM need 1150 cycles
+# (by the emulator's clock). Each of its four schedulers has two of these warps.
 UNPACKING_WARPGROUPS = 2
 # Of an epilogue's thread and of others, which unpack: no more than what an equal share is in all, 96 of five warpgroups
-# and 128 of four. With 72 of others ptxas spilled 8 bytes (gpt-oss's layer,
-# few tokens).
+# and 128 of four. With 72 of others ptxas spilled 8 bytes (few tokens, gpt-oss's layer).
 GROUPED_REGISTERS, DECODE_REGISTERS = (160, 80), (216, 96)
 
 

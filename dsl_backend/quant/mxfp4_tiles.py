@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MXFP4 weights under bfloat16 activations: the layout that SM90's kernels stream.
+"""MXFP4 weights under bfloat16 activations: the layout that kernels stream.
 
 Tiles have 64 rows and 128 columns, [row tile, column tile, 32-bit word], threads' elements as in
 `quant/weight_only.py`. A tile holds all that its products need, so that one copy brings it:

@@ -285,6 +285,14 @@ FEW_SM100 = [
     for one in CASES
     if one.id != "shared-sms"
 ]
+FEW_SM100.append(
+    WeightOnlyEmulated(
+        id="sm100-few-deep",
+        why="several times round the stages of packed and of unpacked weights",
+        case=replace(WEIGHT_ONLY, hidden=544),
+        first=replace(FEW, stages=4),
+    )
+)
 BY_ID = {one.id: one for one in (*CASES, *FEW_SM100)}
 GROUPED_BY_ID = {one.id: one for one in (*GROUPED, *SM100)}
 

@@ -32,7 +32,7 @@ MMA_SCALED = {
 }
 # SM100's kernels of these, which have not run on a GPU.
 MMA_SCALED_KERNEL = "cute-block-scaled"
-# Kernels of MXFP4 under tokens in 16 bits: SM90's for many tokens and SM100's have not run on a GPU.
+# Kernels of MXFP4 under tokens in 16 bits: SM90's are slow for many of them, SM100's have not run on a GPU.
 WEIGHT_ONLY_KERNEL = "cute-weight-only"
 # Where methods have vLLM's choice of kernels.
 BACKENDS = ("unquantized_backend", "fp8_backend")

@@ -7,7 +7,8 @@ in registers, in the order of a fragment of 16 rows, and store those to 16 lanes
 
 A step of 256 rows and 128 columns is 17 KB of packed weights, for which an SM's share of memory needs 600 cycles.
 Shared memory is busy for 270 of them: copies write packed weights, and warps read them. Weights that are unpacked to
-shared memory would need another 1000, to be written and read.
+shared memory would need another 1000, to be written and read. Integer units need 1150 by the emulator's clock: that is
+what limits the kernel.
 """
 
 import cutlass
@@ -139,7 +140,7 @@ class WeightOnlyDecodeGemm(UnpackingWarps, PackedTiles, DecodeGemm):
         thread: cutlass.Int32,
     ):
         """As `DecodeGemm`'s, of sums that are 2^-LOWERED too small, and of rows as `unpack` has stored them."""
-        for i in cutlass.range_constexpr(cute.size(acc_0)):
+        for i in cutlass.range(self.thread_tokens, unroll_full=True):
             acc_0[i] = acc_0[i] * 2.0**LOWERED
             acc_1[i] = acc_1[i] * 2.0**LOWERED
         DecodeGemm.store_columns(self, params, work, acc_0, acc_1, n_tile, first_token, row_of_lane(thread))
