@@ -129,7 +129,7 @@ def few(spec: ExpertsSpec, target: Target) -> Iterator[DecodeConfig]:
     first, _ = products(spec)
     for tokens in TOKENS:
         tiles = UnpackedSmallMConfig(tokens=tokens)
-        fit: object = deepest(tiles, first, target.smem_bytes - table_bytes(spec, tiles))  # type: ignore[arg-type]
+        fit: object = deepest(tiles, first, target.smem_bytes - table_bytes(spec, tiles))
         if isinstance(fit, UnpackedSmallMConfig):
             yield DecodeConfig(first=fit, second=fit)
 
@@ -140,7 +140,7 @@ def candidates(spec: ExpertsSpec, target: Target) -> tuple[Config, ...]:
     found: list[Config] = [*few(spec, target)]
     for box_n in BOXES:
         tiles = UnpackedTiles(box_n=box_n)
-        first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec))  # type: ignore[arg-type]
+        first, second = (deepest(tiles, gemm, target.smem_bytes) for gemm in products(spec))
         if not isinstance(first, UnpackedTiles) or not isinstance(second, UnpackedTiles):
             return ()
         found.append(ExpertsConfig(first=first, second=second, prefetches=True))

@@ -11,6 +11,8 @@ shared memory would need another 1000, to be written and read. Integer units nee
 what limits the kernel.
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import tcgen05
@@ -58,7 +60,7 @@ class WeightOnlyDecodeGemm(UnpackingWarps, PackedTiles, DecodeGemm):
         """Stages of packed tiles, in place of those of `sW_layout`, and the barriers of unpacked ones."""
         return self.weight_stages(smem, TILES.tile_words, UNPACKED_TMEM_STAGES)
 
-    def partition_weights(self, params: DecodeParams, sW: WeightStages):
+    def partition_weights(self, params: Any, sW: WeightStages):
         """(sPacked, mW): bulk copies need no partition."""
         return sW.sPacked, params.mW
 
