@@ -237,7 +237,7 @@ def test_any_number_of_tokens_has_tiles() -> None:
 def test_any_number_of_tokens_has_tiles_on_sm100() -> None:
     """Those for few tokens as long as they serve all at once; then narrow ones where wide ones would leave SMs idle."""
     target = from_arch("sm_100a")
-    spec = replace(WEIGHT_ONLY.spec, num_experts=8, hidden_size=2880, intermediate_size=2880, topk=1)
+    spec = replace(WEIGHT_ONLY.spec, num_experts=2, hidden_size=2880, intermediate_size=2880, topk=1)
     widths, few = [], []
     for tokens in (1 << i for i in range(18)):
         config = weight_only_configs.choose(spec, tokens, target)
