@@ -2,8 +2,7 @@
 """The sampler in Triton, with one program for each row.
 
 Passes over a row: one for the maximum; four for top-k; one for the sum of the probabilities that min-p and top-k keep;
-one for the draw. Top-p makes one more to accept the token, and two more for each token that it does not accept. With
-log-probabilities it makes seventeen more for its pivot.
+one for the draw. Top-p makes one more to accept the token, and two more for each token that it does not accept.
 """
 
 import triton
@@ -12,7 +11,6 @@ import triton.language as tl
 from dsl_backend.sampling.triton.fixed_point import (
     DEFINED_BLOCK,
     GREEDY_TEMPERATURE,
-    LN2,
     LOW_31,
     MASS_ONE,
     MASS_WEIGHT,
@@ -20,7 +18,6 @@ from dsl_backend.sampling.triton.fixed_point import (
     NEG_INF,
     NO_ID,
     PROB_ONE,
-    PROB_UNIT,
     TOP_P_ONE,
     load_logits,
     multiply_high,
@@ -31,7 +28,7 @@ from dsl_backend.sampling.triton.fixed_point import (
     to_ordered_uint,
     weighted,
 )
-from dsl_backend.sampling.triton.pivots import top_k_pivot, top_p_pivot
+from dsl_backend.sampling.triton.pivots import top_k_pivot
 
 
 @triton.jit
@@ -85,34 +82,62 @@ def draw(logits, V, row, limits, by_block, bound, target, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def all_filters(logits, ids, V, row, limits, pivot, removed_ties, ties_before):
-    """(whether all filters keep the token, ties with top-p's pivot up to this block)."""
-    x = load_logits(logits, ids, V)
-    key = to_ordered_uint(x)
-    prob = prob_of(x, row[0], row[1])
-    keep = (ids < V) & (prob >= limits[0]) & (key >= limits[1])
-    tie = keep & (key == pivot)
-    tie_rank = ties_before + tl.cumsum(tie.to(tl.int32), 0)
-    keep &= (key > pivot) | (tie & (tie_rank > removed_ties))
-    return x, keep, ties_before + tl.sum(tie.to(tl.int32))
-
-
-@triton.jit
-def sample_row(logits_ptr, stride, parameters, outputs, V, BLOCK: tl.constexpr):
-    """Sample one row.
-
-    Args:
-        parameters, outputs: bundles of `args.py`.
-    """
-    LOGPROBS: tl.constexpr = outputs.logprobs is not None
-    row_idx = tl.program_id(0).to(tl.int64)
-    logits = logits_ptr + row_idx * stride
+def temperature_of(parameters, row):
+    """(the temperature of a row, 1 if it is greedy; whether it is)."""
     temperature = 1.0
     greedy = False
     if parameters.temperature is not None:
-        temperature = tl.load(parameters.temperature + row_idx)
+        temperature = tl.load(parameters.temperature + row)
         greedy = (temperature >= GREEDY_TEMPERATURE) == 0
         temperature = tl.where(greedy, 1.0, temperature)
+    return temperature, greedy
+
+
+@triton.jit
+def min_prob_of(parameters, row, greedy):
+    """The least probability that min-p keeps, int64; 0 without min-p."""
+    min_prob = tl.full([], 0, tl.int64)
+    if parameters.min_p is not None:
+        min_p = tl.load(parameters.min_p + row)
+        min_p = tl.where((min_p > 0.0) & (greedy == 0), tl.minimum(min_p, 1.0), 0.0)
+        min_prob = (min_p * PROB_ONE).to(tl.int64)
+    return min_prob
+
+
+@triton.jit
+def top_k_of(parameters, row, greedy, V):
+    """The number of top-k, int32 from 0 to V - 1; 0 without top-k."""
+    top_k = tl.full([], 0, tl.int32)
+    if parameters.top_k is not None:
+        k = tl.load(parameters.top_k + row)
+        top_k = tl.where((k > 0) & (k < V) & (greedy == 0), k, 0).to(tl.int32)
+    return top_k
+
+
+@triton.jit
+def top_p_of(parameters, row, greedy, prob_sum):
+    """(whether a row has top-p, the sum of likelier tokens from which on top-p removes one; prob_sum without)."""
+    has_top_p = False
+    limit = prob_sum
+    if parameters.top_p is not None:
+        p = tl.load(parameters.top_p + row)
+        has_top_p = (p < 1.0) & (greedy == 0)
+        complement = ((1.0 - tl.where(p > 0.0, tl.minimum(p, 1.0), 0.0)) * TOP_P_ONE).to(tl.int64)
+        budget = (prob_sum >> 31) * complement + (((prob_sum & LOW_31) * complement) >> 31)
+        limit = tl.where(has_top_p, prob_sum - tl.minimum(budget, prob_sum - 1), prob_sum)
+    return has_top_p, limit
+
+
+@triton.jit
+def sample_row(logits_ptr, stride, parameters, tokens_ptr, V, BLOCK: tl.constexpr):
+    """Draw the token of one row.
+
+    Args:
+        parameters: the bundle of `args.py`.
+    """
+    row_idx = tl.program_id(0).to(tl.int64)
+    logits = logits_ptr + row_idx * stride
+    temperature, greedy = temperature_of(parameters, row_idx)
     scale = tl.max(scale_of(temperature), 0)
 
     row_max = NEG_INF
@@ -128,68 +153,34 @@ def sample_row(logits_ptr, stride, parameters, outputs, V, BLOCK: tl.constexpr):
 
     has_token = row_max > NEG_INF
     token = tl.where(has_token, argmax, 0)
-    needs_probs = has_token if LOGPROBS else has_token & (greedy == 0)
-    if needs_probs:
-        min_prob = tl.full([], 0, tl.int64)
-        if parameters.min_p is not None:
-            min_p = tl.load(parameters.min_p + row_idx)
-            min_p = tl.where((min_p > 0.0) & (greedy == 0), tl.minimum(min_p, 1.0), 0.0)
-            min_prob = (min_p * PROB_ONE).to(tl.int64)
+    if has_token & (greedy == 0):
+        min_prob = min_prob_of(parameters, row_idx, greedy)
         top_k_key = tl.full([], 0, tl.uint32)
         if parameters.top_k is not None:
-            k = tl.load(parameters.top_k + row_idx)
-            if (k > 0) & (k < V) & (greedy == 0):
-                top_k_key = top_k_pivot(logits, V, k.to(tl.int32), BLOCK)
+            k = top_k_of(parameters, row_idx, greedy, V)
+            if k > 0:
+                top_k_key = top_k_pivot(logits, V, k, BLOCK)
         limits = (min_prob, top_k_key)
         by_block = (min_prob == 0) & (top_k_key == 0)
         everything = (NEG_INF, tl.full([], -1, tl.int32))
         prob_sum = row_sum(logits, V, row, limits, by_block, everything, BLOCK)
-
-        has_top_p = False
-        top_p_limit = prob_sum
+        seed = tl.load(parameters.seeds + row_idx)
+        position = tl.load(parameters.positions + row_idx)
+        target = multiply_high(random_bits(seed, position, 0), prob_sum)
+        token = draw(logits, V, row, limits, by_block, everything, target, BLOCK)
         if parameters.top_p is not None:
-            p = tl.load(parameters.top_p + row_idx)
-            has_top_p = (p < 1.0) & (greedy == 0)
-            complement = ((1.0 - tl.where(p > 0.0, tl.minimum(p, 1.0), 0.0)) * TOP_P_ONE).to(tl.int64)
-            budget = (prob_sum >> 31) * complement + (((prob_sum & LOW_31) * complement) >> 31)
-            top_p_limit = tl.where(has_top_p, prob_sum - tl.minimum(budget, prob_sum - 1), prob_sum)
-
-        if greedy == 0:
-            seed = tl.load(parameters.seeds + row_idx)
-            position = tl.load(parameters.positions + row_idx)
-            target = multiply_high(random_bits(seed, position, 0), prob_sum)
-            token = draw(logits, V, row, limits, by_block, everything, target, BLOCK)
-            if parameters.top_p is not None:
-                if has_top_p:
-                    draws = tl.full([], 1, tl.int32)
+            has_top_p, top_p_limit = top_p_of(parameters, row_idx, greedy, prob_sum)
+            if has_top_p:
+                draws = tl.full([], 1, tl.int32)
+                bound = tl.load(logits + token).to(tl.float32)
+                likelier = row_sum(logits, V, row, limits, False, (bound, token), BLOCK)
+                while likelier >= top_p_limit:
+                    target = multiply_high(random_bits(seed, position, draws), likelier)
+                    token = draw(logits, V, row, limits, False, (bound, token), target, BLOCK)
                     bound = tl.load(logits + token).to(tl.float32)
                     likelier = row_sum(logits, V, row, limits, False, (bound, token), BLOCK)
-                    while likelier >= top_p_limit:
-                        target = multiply_high(random_bits(seed, position, draws), likelier)
-                        token = draw(logits, V, row, limits, False, (bound, token), target, BLOCK)
-                        bound = tl.load(logits + token).to(tl.float32)
-                        likelier = row_sum(logits, V, row, limits, False, (bound, token), BLOCK)
-                        draws += 1
-        if LOGPROBS:
-            pivot = tl.full([], 0, tl.uint32)
-            removed_ties = tl.full([], 0, tl.int32)
-            if parameters.top_p is not None:
-                if has_top_p:
-                    pivot, removed_ties, prob_sum = top_p_pivot(logits, V, row, limits, top_p_limit, BLOCK)
-            log_sum = tl.log2(prob_sum.to(tl.float32) * PROB_UNIT) * LN2
-            ties = tl.full([], 0, tl.int32)
-            for base in range(0, V, BLOCK):
-                ids = base + tl.arange(0, BLOCK)
-                x, keep, ties = all_filters(logits, ids, V, row, limits, pivot, removed_ties, ties)
-                # An infinite logit is no difference from itself.
-                below_max = tl.where(x == row_max, 0.0, row_max - tl.where(x == row_max, 0.0, x))
-                logprob = -below_max / temperature - log_sum
-                tl.store(outputs.logprobs + row_idx * V + ids, tl.where(keep, logprob, NEG_INF), mask=ids < V)
-    elif LOGPROBS:
-        for base in range(0, V, BLOCK):
-            ids = base + tl.arange(0, BLOCK)
-            tl.store(outputs.logprobs + row_idx * V + ids, tl.full([BLOCK], NEG_INF, tl.float32), mask=ids < V)
-    tl.store(outputs.tokens + row_idx, token)
+                    draws += 1
+    tl.store(tokens_ptr + row_idx, token)
 
 
 @triton.jit

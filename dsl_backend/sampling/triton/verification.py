@@ -19,6 +19,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsl_backend.sampling import verification_random
+from dsl_backend.sampling.triton.dependent_launch import after_the_last_launch
 from dsl_backend.sampling.triton.fixed_point import (
     EXPONENT_SCALE,
     GREEDY_TEMPERATURE,
@@ -40,17 +41,6 @@ SCALE_ONE = tl.constexpr(2.0**102)
 NO_TOKEN = tl.constexpr(-1)
 # Sums of blocks that a request's program adds at a time, of all its drafts.
 SUMS_AT_ONCE = tl.constexpr(2048)
-
-
-@triton.jit
-def after_the_last_launch(OVERLAP: tl.constexpr):
-    """Wait for the launch before; then the next one may start beside this one, and waits for it in turn.
-
-    Before any exit: a launch whose programs end early would let the next one start beside the launch before.
-    """
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

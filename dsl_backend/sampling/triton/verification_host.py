@@ -9,6 +9,7 @@ import triton
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.triton.args import RowParameters
+from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
 from dsl_backend.sampling.triton.verification import (
     accept_drafts,
     draw_from_rest,
@@ -18,17 +19,6 @@ from dsl_backend.sampling.triton.verification import (
 )
 from dsl_backend.sampling.triton.verification_args import Drawn, RowDrafts, VerifiedOutputs, Workspace
 from dsl_backend.sampling.verification_spec import Drafts, Known, VerificationSpec, Verified
-
-MIN_BLOCK, MAX_BLOCK = 512, 4096
-LOGITS_OF_THREAD = 16
-
-
-def block_of(vocab: int, sms: int) -> int:
-    """Logits of a program: the least power of two with which one row has a program for half of the SMs at most.
-
-    So one request's rows fill the SMs, and programs of many requests are no shorter than that needs. A CPU has no SMs.
-    """
-    return min(max(triton.next_power_of_2(triton.cdiv(vocab, max(sms // 2, 1))), MIN_BLOCK), MAX_BLOCK)
 
 
 class TritonVerifier:
@@ -85,7 +75,7 @@ class TritonVerifier:
             "BLOCKS": self.blocks,
             "BLOCK": self.block,
             "OVERLAP": self.overlap,
-            "num_warps": self.block // (32 * LOGITS_OF_THREAD),
+            "num_warps": warps_of(self.block),
         }
         if not probabilities:
             grid = (requests * max_drafts, triton.cdiv(draft_vocab, self.block))
