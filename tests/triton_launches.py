@@ -60,8 +60,8 @@ def verify_drafts(known: Known) -> None:
 
 
 def sample_with_logprobs() -> None:
-    """And the likeliest tokens: another specialization, and the kernel of ranks."""
-    case = replace(sampling.CASES[0], rows=sampling.CASES[0].rows[:4], vocab=300)
+    """And the likeliest tokens: another specialization, and the kernel of ranks; rows of two blocks."""
+    case = replace(sampling.CASES[0], rows=sampling.CASES[0].rows[1:7], vocab=700)
     logits, parameters = sampling.tensors(case)
     mode = sampling.api.LogprobsMode.PROCESSED_LOGPROBS
     spec = replace(case.spec, logprobs=True, logprobs_mode=mode, num_logprobs=2)

@@ -16,8 +16,6 @@ def cute(spec: SamplingSpec, target: Target) -> list[str]:
     if reasons := target.arch_objections("sm90", "sm100"):
         return reasons
     reasons = [*toolkit.missing()]
-    if spec.logprobs:
-        reasons.append("returns no log-probabilities of the whole vocabulary: logprobs=False is needed")
     config = ClusterConfig.default(spec, target, 1, widest_vector(spec))
     return reasons + config.objections(spec, target)
 

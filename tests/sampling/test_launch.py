@@ -19,8 +19,8 @@ from dsl_backend.sampling.cute import host
 from dsl_backend.sampling.cute.kernel import SampleKey
 from dsl_backend.sampling.cute.verification import VerifyKey
 from dsl_backend.sampling.plan import SamplingPlan
-from dsl_backend.sampling.spec import Parameters, SamplingSpec, buffers
-from dsl_backend.testing.sampling import CASES, FINISHED, tensors
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, SamplingSpec, buffers
+from dsl_backend.testing.sampling import CASES, FINISHED, tensors, unwritten
 
 H200 = from_arch("sm_90a")
 
@@ -138,6 +138,35 @@ def test_a_second_launch_has_its_scratch(monkeypatch: pytest.MonkeyPatch) -> Non
             kernel.launch(x, given, out)
             assert emulated.launches - before == launches
             assert out.tokens.tolist() == reference.sample(x, parameters)[0].tolist()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.full)])
+def test_log_probabilities_of_rows(arch: str) -> None:
+    """The kernel draws, Triton's launches over blocks write the log-probabilities and rank them; the rows are two."""
+    pytest.importorskip("triton")
+    case = next(case for case in CASES if case.id == "filters")
+    x, parameters = tensors(replace(case, rows=case.rows[5:7], vocab=600))
+    mode = LogprobsMode.PROCESSED_LOGPROBS
+    spec = SamplingSpec(vocab=600, logprobs=True, logprobs_mode=mode, num_logprobs=2)
+    out = unwritten(spec, len(x), x.device)
+    with emulator.device(arch=arch, sms=4, schedule="eager", strict=True) as emulated:
+        kernel = SamplingPlan(spec, from_arch(arch), len(x), x.device).kernel
+        assert isinstance(kernel, host.CuteSampler)
+        assert kernel.processed is not None
+        # Triton's interpreter has no dependent launches.
+        kernel.processed.logprobs.overlap = False
+        kernel.launch(x, parameters, out)
+        assert emulated.launches == 1
+    tokens, logprobs = reference.sample(x, parameters)
+    assert out.logprobs is not None
+    assert out.top_ids is not None
+    assert out.token_ranks is not None
+    assert torch.equal(out.tokens, tokens)
+    assert torch.equal(out.logprobs.isfinite(), logprobs.isfinite())
+    torch.testing.assert_close(out.logprobs, logprobs, rtol=1e-5, atol=1e-5)
+    ids, _, ranks = reference.likeliest(logprobs, logprobs, tokens, 2)
+    assert torch.equal(out.top_ids.long(), ids)
+    assert torch.equal(out.token_ranks.long(), ranks)
 
 
 def test_precompile_specs_of_a_model() -> None:

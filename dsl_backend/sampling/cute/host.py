@@ -2,6 +2,7 @@
 """Keys, compiled functions and launches of the CuTe DSL sampler."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, blocks_of, widest_vector
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
-from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.triton.logprobs_host import ProcessedRows
 from dsl_backend.sampling.tuned import config_of, configs_of
 
 # Numbers of a row in SampleArgs.pending.
@@ -75,6 +77,13 @@ def build(key: SampleKey, target: Target) -> Function:
     return compile_kernel(Sample(key), fake_args(key), key=key, target=target)
 
 
+def drawn_by_kernel(spec: SamplingSpec) -> SamplingSpec:
+    """The part of a problem that the kernel serves: tokens, and the likeliest tokens of raw logits."""
+    if spec.logprobs_mode is LogprobsMode.PROCESSED_LOGPROBS:
+        spec = replace(spec, logprobs_mode=None, num_logprobs=0)
+    return replace(spec, logprobs=False)
+
+
 def scratch(spec: SamplingSpec, max_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """`SampleArgs.pending` and `SampleArgs.block_max`."""
     pending = torch.zeros(max_rows, PENDING, dtype=torch.int64, device=device)
@@ -109,10 +118,13 @@ def common_vector(logits: torch.Tensor) -> int:
 class CuteSampler:
     """The sampler on a CUDA device of SM90 or SM100.
 
-    The kernels of contiguous, aligned logits are compiled here; those of other strides at their first launch.
+    The kernels of contiguous, aligned logits are compiled here; those of other strides at their first launch. Triton's
+    launches over blocks follow where a spec asks for the log-probabilities of whole rows.
     """
 
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
+        self.processed = ProcessedRows(spec, target, max_rows, device) if spec.logprobs else None
+        spec = drawn_by_kernel(spec)
         self.spec, self.target = spec, target
         self.functions: dict[SampleKey, Function] = {}
         # Key: the arguments of `chosen`.
@@ -144,6 +156,7 @@ class CuteSampler:
         top_p_alone = top_p is not None and top_k is None and min_p is None
         if top_k is None:
             top_k = self.no_top_k[:count]
+        likeliest = self.spec.logprobs_mode is not None
         args = SampleArgs(
             logits=logits,
             seeds=parameters.seeds,
@@ -153,15 +166,17 @@ class CuteSampler:
             top_p=self.ones[:count] if top_p is None else top_p,
             min_p=self.zeros[:count] if min_p is None else min_p,
             tokens=out.tokens,
-            top_ids=out.top_ids,
-            top_logprobs=out.top_logprobs,
-            token_ranks=out.token_ranks,
+            top_ids=out.top_ids if likeliest else None,
+            top_logprobs=out.top_logprobs if likeliest else None,
+            token_ranks=out.token_ranks if likeliest else None,
         )
         function, finishes = self.chosen(count, common_vector(logits), top_p_alone, top_k.dtype)
         if finishes and self.scratch is not None:
             pending, block_max = self.scratch
             args = args._replace(pending=pending[:count], block_max=block_max[:count])
         function(*args.tensors)
+        if self.processed is not None:
+            self.processed.launch(logits, parameters, out)
 
     def chosen(self, rows: int, vector: int, top_p_alone: bool, k_dtype: torch.dtype) -> tuple[Function, bool]:
         """The function of a launch, and whether it has a second one.

@@ -144,7 +144,7 @@ def max_of_row_blocks(
     row = tl.program_id(0).to(tl.int64)
     ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
     tl.store(workspace.maxima + row * BLOCKS + tl.program_id(1), tl.max(x, 0))
-    _, greedy = temperature_of(parameters, row)
+    _temperature, greedy = temperature_of(parameters, row)
     if top_k_of(parameters, row, greedy, V) > 0:
         zero = tl.full([], 0, tl.int64)
         sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), (ids < V).to(tl.int32), zero, 0, BLOCKS)
@@ -166,10 +166,10 @@ def count_digits(
     after_the_last_launch(OVERLAP)
     V, max_rows = sizes
     row = tl.program_id(0).to(tl.int64)
-    _, greedy = temperature_of(parameters, row)
+    _temperature, greedy = temperature_of(parameters, row)
     k = top_k_of(parameters, row, greedy, V)
     if k > 0:
-        pivot, missing, _ = pivot_before(workspace, row, max_rows, k.to(tl.int64), tl.cdiv(V, BLOCK), PASS, BLOCKS)
+        pivot, missing, _last = pivot_before(workspace, row, max_rows, k.to(tl.int64), tl.cdiv(V, BLOCK), PASS, BLOCKS)
         keep_pivot(workspace, row, max_rows, pivot, missing, PASS)
         ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
         sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), (ids < V).to(tl.int32), pivot, PASS, BLOCKS)
@@ -183,12 +183,12 @@ def sum_of_row_blocks(
     after_the_last_launch(OVERLAP)
     V, max_rows = sizes
     row = tl.program_id(0).to(tl.int64)
-    row_max, relative, _, greedy = row_of(parameters, workspace, row, V, BLOCKS, BLOCK)
+    row_max, relative, _temperature, greedy = row_of(parameters, workspace, row, V, BLOCKS, BLOCK)
     if row_max > NEG_INF:
         top_k_key = tl.full([], 0, tl.int64)
         k = top_k_of(parameters, row, greedy, V)
         if k > 0:
-            top_k_key, _, _ = pivot_before(
+            top_k_key, _missing, _last = pivot_before(
                 workspace, row, max_rows, k.to(tl.int64), tl.cdiv(V, BLOCK), ALL_DIGITS, BLOCKS
             )
         tl.store(workspace.top_k_keys + row, top_k_key, mask=tl.program_id(1) == 0)
@@ -196,13 +196,13 @@ def sum_of_row_blocks(
         by_block = (limits[0] == 0) & (limits[1] == 0)
         everything = (NEG_INF, tl.full([], -1, tl.int32))
         base = tl.program_id(1) * BLOCK
-        _, prefix = block_sums(logits_ptr + row * stride, base, V, relative, limits, by_block, everything, BLOCK)
+        _ids, prefix = block_sums(logits_ptr + row * stride, base, V, relative, limits, by_block, everything, BLOCK)
         tl.store(workspace.prob_sums + row * BLOCKS + tl.program_id(1), tl.sum(tl.max(prefix, 1), 0))
         zero = tl.full([], 0, tl.int64)
-        has_top_p, _ = top_p_of(parameters, row, greedy, zero)
+        has_top_p, _limit = top_p_of(parameters, row, greedy, zero)
         if has_top_p:
             ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
-            _, prob = allowed_prob(x, ids, V, relative, limits)
+            _keep, prob = allowed_prob(x, ids, V, relative, limits)
             sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), prob, zero, 0, BLOCKS)
 
 
@@ -222,15 +222,15 @@ def sum_digits(
     after_the_last_launch(OVERLAP)
     V, max_rows = sizes
     row = tl.program_id(0).to(tl.int64)
-    row_max, relative, _, greedy = row_of(parameters, workspace, row, V, BLOCKS, BLOCK)
+    row_max, relative, _temperature, greedy = row_of(parameters, workspace, row, V, BLOCKS, BLOCK)
     if row_max > NEG_INF:
-        _, has_top_p, limit = row_top_p(parameters, workspace, row, greedy, V, BLOCKS, BLOCK)
+        _prob_sum, has_top_p, limit = row_top_p(parameters, workspace, row, greedy, V, BLOCKS, BLOCK)
         if has_top_p:
-            pivot, missing, _ = pivot_before(workspace, row, max_rows, limit, tl.cdiv(V, BLOCK), PASS, BLOCKS)
+            pivot, missing, _last = pivot_before(workspace, row, max_rows, limit, tl.cdiv(V, BLOCK), PASS, BLOCKS)
             keep_pivot(workspace, row, max_rows, pivot, missing, PASS)
             limits = (min_prob_of(parameters, row, greedy), tl.load(workspace.top_k_keys + row).to(tl.uint32))
             ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
-            _, prob = allowed_prob(x, ids, V, relative, limits)
+            _keep, prob = allowed_prob(x, ids, V, relative, limits)
             sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), prob, pivot, PASS, BLOCKS)
 
 
@@ -283,7 +283,7 @@ def write_logprobs(
     if row_max > NEG_INF:
         prob_sum, has_top_p, limit = row_top_p(parameters, workspace, row, greedy, V, BLOCKS, BLOCK)
         limits = (min_prob_of(parameters, row, greedy), tl.load(workspace.top_k_keys + row).to(tl.uint32))
-        keep, _ = allowed_prob(x, ids, V, relative, limits)
+        keep, _prob = allowed_prob(x, ids, V, relative, limits)
         if has_top_p:
             pivot, removed, prob_sum = last_kept(workspace, row, max_rows, relative, limit, V, BLOCKS, BLOCK)
             key = to_ordered_uint(x)
