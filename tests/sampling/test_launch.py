@@ -145,9 +145,9 @@ def test_log_probabilities_of_rows(arch: str) -> None:
     """The kernel draws, Triton's launches over blocks write the log-probabilities and rank them; the rows are two."""
     pytest.importorskip("triton")
     case = next(case for case in CASES if case.id == "filters")
-    x, parameters = tensors(replace(case, rows=case.rows[5:7], vocab=600))
+    x, parameters = tensors(replace(case, rows=case.rows[5:7], vocab=300))
     mode = LogprobsMode.PROCESSED_LOGPROBS
-    spec = SamplingSpec(vocab=600, logprobs=True, logprobs_mode=mode, num_logprobs=2)
+    spec = SamplingSpec(vocab=300, logprobs=True, logprobs_mode=mode, num_logprobs=2)
     out = unwritten(spec, len(x), x.device)
     with emulator.device(arch=arch, sms=4, schedule="eager", strict=True) as emulated:
         kernel = SamplingPlan(spec, from_arch(arch), len(x), x.device).kernel
