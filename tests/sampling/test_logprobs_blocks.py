@@ -110,7 +110,8 @@ class Launches:
     """Records the launches of a kernel; `change` says with which grid each is made, or that it is not (None)."""
 
     def __init__(self, kernel: Any, change: Callable[[tuple[int, ...], int], tuple[int, ...] | None]) -> None:
-        self.kernel, self.change, self.grids = kernel, change, []  # type: ignore[var-annotated]
+        self.kernel, self.change = kernel, change
+        self.grids: list[tuple[int, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         changed = self.change(grid, len(self.grids))

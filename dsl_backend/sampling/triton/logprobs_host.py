@@ -35,7 +35,7 @@ class RowLogprobs:
         self.block = block_of(spec.vocab, target.used_sms)
         self.blocks = triton.next_power_of_2(triton.cdiv(spec.vocab, self.block))
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
-        longs = {"dtype": torch.int64, "device": device}
+        longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.workspace = LogprobsWorkspace(
             maxima=torch.empty(max_rows, self.blocks, device=device),
             prob_sums=torch.empty(max_rows, self.blocks, **longs),
