@@ -37,9 +37,13 @@ MOST_LAYOUTS = 256
 
 
 def check_batch(spec: AttentionSpec, batch: Batch) -> None:
-    """Raises InvalidInput where the batch does not fit the spec."""
-    require(batch.seq_lens.dim() == 1, f"seq_lens has shape {tuple(batch.seq_lens.shape)}: [requests] is needed")
-    requests = batch.num_requests
+    """Raises InvalidInput where the batch does not fit the spec.
+
+    A message is made for a batch that does not fit alone: steps outside of a graph are planned one by one.
+    """
+    if batch.seq_lens.dim() != 1:
+        raise InvalidInput(f"seq_lens has shape {tuple(batch.seq_lens.shape)}: [requests] is needed")
+    requests, device = batch.num_requests, batch.device
     per_request = [("query_start_loc", batch.query_start_loc, requests + 1), ("seq_lens", batch.seq_lens, requests)]
     if spec.page_size is None:
         require(batch.kv_start_loc is not None, "packed keys need kv_start_loc")
@@ -49,19 +53,21 @@ def check_batch(spec: AttentionSpec, batch: Batch) -> None:
         require(batch.block_table is not None, "paged keys need a block_table")
         assert batch.block_table is not None
         table = batch.block_table
-        require(
-            table.dim() == 2 and table.shape[0] >= requests and (table.stride(1) == 1 or table.shape[1] <= 1),
-            f"block_table has shape {tuple(table.shape)} and strides {table.stride()}: [requests = {requests}, pages] "
-            f"with pages contiguous in a row is needed",
-        )
-        check_integers("block_table", table, batch)
+        shape = table.shape
+        if len(shape) != 2 or shape[0] < requests or (shape[1] > 1 and table.stride(1) != 1):
+            raise InvalidInput(
+                f"block_table has shape {tuple(shape)} and strides {table.stride()}: [requests = {requests}, pages] "
+                f"with pages contiguous in a row is needed"
+            )
+        check_integers("block_table", table, device)
     for name, tensor, length in per_request:
-        require(
-            tensor.shape == (length,),
-            f"{name} has shape {tuple(tensor.shape)}: {(length,)} is needed for {requests} requests",
-        )
-        require(tensor.is_contiguous(), f"{name} is not contiguous")
-        check_integers(name, tensor, batch)
+        if tensor.shape != (length,):
+            raise InvalidInput(
+                f"{name} has shape {tuple(tensor.shape)}: {(length,)} is needed for {requests} requests"
+            )
+        if not tensor.is_contiguous():
+            raise InvalidInput(f"{name} is not contiguous")
+        check_integers(name, tensor, device)
     if spec.causality is Causality.PER_REQUEST:
         causal = batch.causal
         require(
@@ -70,12 +76,14 @@ def check_batch(spec: AttentionSpec, batch: Batch) -> None:
         )
         assert causal is not None
         require(causal.is_contiguous(), "causal is not contiguous")
-        require(causal.device == batch.device, f"causal is on {causal.device}, seq_lens on {batch.device}")
+        require(causal.device == device, f"causal is on {causal.device}, seq_lens on {device}")
 
 
-def check_integers(name: str, tensor: torch.Tensor, batch: Batch) -> None:
-    require(tensor.dtype == torch.int32, f"{name} is {short(tensor.dtype)}: int32 is needed")
-    require(tensor.device == batch.device, f"{name} is on {tensor.device}, seq_lens on {batch.device}")
+def check_integers(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.dtype != torch.int32:
+        raise InvalidInput(f"{name} is {short(tensor.dtype)}: int32 is needed")
+    if tensor.device != device:
+        raise InvalidInput(f"{name} is on {tensor.device}, seq_lens on {device}")
 
 
 def plan(

@@ -71,6 +71,14 @@ class Planner:
             self.short = self.long = bind(Operation.PREFILL, ANY_LENGTH)
 
     @property
+    def short_limit(self) -> int | None:
+        """The longest query of batches that one kernel serves; None: of all batches.
+
+        Plans of such batches depend on the memory of the batch's tensors, `num_tokens` and `max_query_len` alone.
+        """
+        return self.short[2].max_query_len_served()
+
+    @property
     def kernels(self) -> list[tuple[Operation, str, Kernel]]:
         """(operation, name, kernel) for short queries and for long ones; one entry where one kernel serves both."""
         return list(
@@ -83,7 +91,7 @@ class Planner:
             kernel.prepare(lse, sinks)
 
     def plan(self, batch: Batch) -> "AttentionPlan":
-        limit = self.short[2].max_query_len_served()
+        limit = self.short_limit
         if limit is None or batch.max_query_len <= limit:
             return AttentionPlan(self.spec, batch, (self.part(self.short, batch, 0, batch.max_query_len),), self)
         long, first = self.long, limit + 1

@@ -103,6 +103,7 @@ class Kernel(Protocol):
         """The launch that serves requests of min_seqlen_q to max_seqlen_q queries and writes no other request's rows.
 
         All that the layers of a step have in common is computed here: a step without a CUDA graph pays the host time
-        of a launch for every layer.
+        of a launch for every layer. Steps whose tensors are in the same memory share a launch, whatever their longest
+        context is: `batch.max_seq_len` must not be read.
         """
         ...

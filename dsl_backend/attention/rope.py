@@ -173,14 +173,11 @@ class RopeWriter:
 
 def facts_of(tensors: AnyTensors) -> tuple[Any, ...]:
     """All that `check` and a kernel's objections read. Called for every layer of every step."""
-    layout: list[Any] = []
+    layout = [one if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors]
     addresses = 0
     for tensor in tensors:
-        if tensor is None:
-            layout.append(None)
-        else:
+        if tensor is not None:
             addresses |= tensor.data_ptr()
-            layout.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
     return (addresses % 16, *layout)
 
 

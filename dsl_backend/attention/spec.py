@@ -2,8 +2,9 @@
 """An attention problem: the static facts of a layer, and the batch of one step."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -125,6 +126,18 @@ class AttentionSpec:
             f"scales of each request are those of a paged fp8 cache with keys and values of their own, "
             f"not kv_dtype {short(self.kv_dtype)}, {self.page_size=}, {self.mla=}",
         )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Of all fields; computed once, since the plans of a step are found by their spec."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the hash, which another process does not share."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
 
     @property
     def group(self) -> int:

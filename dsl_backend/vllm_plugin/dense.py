@@ -31,7 +31,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME
 from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
-from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
+from dsl_backend.vllm_plugin.metadata import Planners, StepPlans, place_of
 
 # Queries, keys and values of one step, without a cache.
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -173,6 +173,7 @@ class DSLMetadata(AttentionMetadata):
         slot_mapping: [tokens] int64.
         causal: for all requests, or [requests] int32 or bool.
         host_lengths: of the requests of a step with prompts, unless the option `launches_by_lengths` forbids it.
+        steps: the plans so far, by whether keys are packed; those of another step at the same place are found again.
     """
 
     num_actual_tokens: int
@@ -185,7 +186,6 @@ class DSLMetadata(AttentionMetadata):
     causal: bool | torch.Tensor
     planners: Planners
     host_lengths: HostLengths | None = None
-    # Key: whether keys are packed.
     steps: dict[bool, StepPlans] = field(default_factory=dict)
 
     @property
@@ -194,25 +194,40 @@ class DSLMetadata(AttentionMetadata):
             return Causality.PER_REQUEST
         return Causality.CAUSAL if self.causal else Causality.FULL
 
+    def place(self) -> object:
+        """As `Planners.steps_at` takes it."""
+        if self.host_lengths is not None or not self.planners.plans_short(self.max_query_len):
+            return None
+        tensors = [self.query_start_loc, self.seq_lens, self.block_table]
+        if isinstance(self.causal, torch.Tensor):
+            tensors.append(self.causal)
+        return self.num_actual_tokens, self.max_query_len, place_of(*tensors)
+
+    def batch(self, packed: bool) -> Batch:
+        """The step's requests, with packed keys or paged ones."""
+        return Batch(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            num_tokens=self.num_actual_tokens,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
+            block_table=None if packed else self.block_table,
+            kv_start_loc=self.query_start_loc if packed else None,
+            causal=self.causal if isinstance(self.causal, torch.Tensor) else None,
+            host_lengths=self.host_lengths,
+        )
+
     def plan(self, spec: AttentionSpec) -> AttentionPlan:
         """The plan of a layer; made for the first layer of its spec, reused by the others."""
         packed = spec.page_size is None
         step = self.steps.get(packed)
         if step is None:
-            step = self.steps[packed] = StepPlans(
-                Batch(
-                    query_start_loc=self.query_start_loc,
-                    seq_lens=self.seq_lens,
-                    num_tokens=self.num_actual_tokens,
-                    max_query_len=self.max_query_len,
-                    max_seq_len=self.max_seq_len,
-                    block_table=None if packed else self.block_table,
-                    kv_start_loc=self.query_start_loc if packed else None,
-                    causal=self.causal if isinstance(self.causal, torch.Tensor) else None,
-                    host_lengths=self.host_lengths,
-                ),
-                self.planners,
-            )
+            # Here, and not where metadata is made: a replayed graph asks for no plan.
+            at_place = self.planners.steps_at(self.place())
+            step = at_place.get(packed)
+            if step is None:
+                step = at_place[packed] = StepPlans(self.batch(packed), self.planners)
+            self.steps[packed] = step
         return step.plan(spec)
 
 
@@ -280,6 +295,8 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
         if isinstance(causal, torch.Tensor):
             # A view: a captured graph reads vLLM's buffer again, and would not see a copy made here.
             causal = causal[:requests]
+        # They choose between launches for queries of different lengths, and one launch serves short ones.
+        reads_lengths = self.launches_by_lengths and not self.planners.plans_short(common.max_query_len)
         return DSLMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -290,8 +307,7 @@ class DSLMetadataBuilder(AttentionMetadataBuilder[DSLMetadata]):
             slot_mapping=common.slot_mapping,
             causal=causal,
             planners=self.planners,
-            # They choose between launches for queries of different lengths, and here all have one token.
-            host_lengths=host_lengths(common) if self.launches_by_lengths and common.max_query_len > 1 else None,
+            host_lengths=host_lengths(common) if reads_lengths else None,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> DSLMetadata:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planners that a metadata builder keeps, and the plans of one step, which its layers share."""
+"""Planners that a metadata builder keeps, and the plans of a step, which its layers and like steps share."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,6 +32,10 @@ class Planners:
         self.kernel = kernel
         self._of: dict[AttentionSpec, Planner] = {}
         self._wakes = compat.wakes()
+        # The longest queries whose plans do not depend on other lengths, of all planners so far; None: all queries.
+        self._short: int | None = None
+        self._place: object = None
+        self._steps: dict[bool, StepPlans] = {}
 
     def begin_step(self) -> None:
         """Called before a step's first launch: zero the counters if the memory pools have woken since the last step."""
@@ -44,8 +49,33 @@ class Planners:
         planner = self._of.get(spec)
         if planner is None:
             planner = self._of[spec] = Planner(spec, self.target, self.workspace, kernel_for_keys(spec, self.kernel))
+            limits = [limit for limit in (self._short, planner.short_limit) if limit is not None]
+            self._short = min(limits, default=None)
             info_once(f"dsl serves attention of {spec} on {self.target.arch}: by {self.served_by(planner)}")
         return planner
+
+    def plans_short(self, max_query_len: int) -> bool:
+        """Whether plans of a batch with queries of up to max_query_len tokens depend on no other length.
+
+        One kernel then serves all its requests, and neither `max_seq_len` nor `host_lengths` is read. Before there is a
+        planner, one token is short.
+        """
+        if not self._of:
+            return max_query_len <= 1
+        return self._short is None or max_query_len <= self._short
+
+    def steps_at(self, place: object) -> "dict[bool, StepPlans]":
+        """The plans of the last step if it was at that place, or none yet; by whether keys are packed.
+
+        A plan launches what is in its batch's memory at that time. Passes of a draft model differ in what is there, and
+        in `max_seq_len`, which no plan of short queries depends on: one plan serves them all.
+
+        Args:
+            place: `place_of` the step's tensors, and all numbers that its plans depend on; None: no other step's.
+        """
+        if place is None or place != self._place:
+            self._place, self._steps = place, {}
+        return self._steps
 
     def prepare_writes(self, spec: AttentionSpec) -> None:
         """Compile the kernel that writes the spec's keys and values, if any. Raises Unsupported: none serves it."""
@@ -62,9 +92,17 @@ class Planners:
         return explained(judgements, list(titles.values()))
 
 
+def place_of(*tensors: torch.Tensor) -> list[tuple[Any, ...]]:
+    """Where tensors are, and how they lie there: who reads one reads another one that is equal in this.
+
+    Step plans keep their batch's tensors, so that nothing else gets their memory as long as there are plans.
+    """
+    return [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in tensors]
+
+
 @dataclass
 class StepPlans:
-    """One step's batch, and the plans that its layers have asked for so far."""
+    """A step's batch, and the plans that its layers have asked for so far."""
 
     batch: Batch
     planners: Planners

@@ -27,7 +27,7 @@ from dsl_backend.quant.format import E4M3
 from dsl_backend.vllm_plugin import ahead, compat, options, validation
 from dsl_backend.vllm_plugin.enum_members import NAME, ensure_prefill_member
 from dsl_backend.vllm_plugin.hooks import Stage, install_hooks
-from dsl_backend.vllm_plugin.metadata import Planners, StepPlans
+from dsl_backend.vllm_plugin.metadata import Planners, StepPlans, place_of
 from dsl_backend.vllm_plugin.mla_prefill import DSLPrefillBackend, prefill_spec
 
 # Queries of any length.
@@ -215,19 +215,24 @@ class DSLMLAMetadataBuilder(MLACommonMetadataBuilder[DSLMLAMetadata]):
         """Nothing to do: all that changes between draft steps is in vLLM's own buffers."""
 
     def _build_decode(self, **arguments: Any) -> DSLMLADecodeMetadata:
-        batch = Batch(
-            query_start_loc=arguments["query_start_loc_device"],
-            seq_lens=arguments["seq_lens_device"],
-            num_tokens=arguments["num_decode_tokens"],
-            max_query_len=compat.decode_query_bound(arguments),
-            max_seq_len=arguments["max_seq_len"],
-            block_table=arguments["block_table_tensor"],
-        )
+        starts, seq_lens = arguments["query_start_loc_device"], arguments["seq_lens_device"]
+        table, tokens = arguments["block_table_tensor"], arguments["num_decode_tokens"]
+        longest = compat.decode_query_bound(arguments)
+        is_short = self.planners.plans_short(longest)
+        steps = self.planners.steps_at((tokens, longest, place_of(starts, seq_lens, table)) if is_short else None)
+        step = steps.get(False)
+        if step is None:
+            batch = Batch(
+                query_start_loc=starts,
+                seq_lens=seq_lens,
+                num_tokens=tokens,
+                max_query_len=longest,
+                max_seq_len=arguments["max_seq_len"],
+                block_table=table,
+            )
+            step = steps[False] = StepPlans(batch, self.planners)
         return DSLMLADecodeMetadata(
-            block_table=batch.block_table,
-            seq_lens=batch.seq_lens,
-            dcp_tot_seq_lens=arguments["dcp_tot_seq_lens_device"],
-            step=StepPlans(batch, self.planners),
+            block_table=table, seq_lens=seq_lens, dcp_tot_seq_lens=arguments["dcp_tot_seq_lens_device"], step=step
         )
 
 

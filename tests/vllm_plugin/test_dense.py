@@ -442,6 +442,42 @@ class TestBuilder:
         assert other.planners is other_builder.planners
         assert metadata.plan(spec) is plan
 
+    def test_passes_of_a_draft_model_share_a_plan(self, plain_config: VllmConfig) -> None:
+        """Between them vLLM writes other lengths to the same memory, and the longest context grows by one."""
+        builder, spec = make_builder(plain_config, torch.float32), make_impl().spec(PAGE, Causality.CAUSAL, DIM)
+        common = make_step([1, 1, 1], [4, 9, 30], PAGE).common
+        plan = builder.build_for_drafting(common, 1).plan(spec)
+        common.seq_lens += 1
+        later = dataclasses.replace(common, max_seq_len=31, slot_mapping=common.slot_mapping + 1)
+        assert builder.build_for_drafting(later, 2).plan(spec) is plan
+        assert plan.batch.seq_lens.tolist() == [5, 10, 31]
+
+    @pytest.mark.parametrize("changed", ["query_start_loc", "seq_lens", "block_table_tensor", "causal"])
+    def test_tensors_elsewhere_have_a_plan_of_their_own(self, plain_config: VllmConfig, changed: str) -> None:
+        builder = make_builder(plain_config, torch.float32)
+        spec = make_impl().spec(PAGE, Causality.PER_REQUEST, DIM)
+        common = make_step([1, 1, 1], [4, 9, 30], PAGE, causal=torch.ones(3, dtype=torch.int32)).common
+        plan = builder.build(0, common).plan(spec)
+        moved = dataclasses.replace(common, **{changed: getattr(common, changed).clone()})
+        assert builder.build(0, common).plan(spec) is plan
+        assert builder.build(0, moved).plan(spec) is not plan
+
+    def test_numbers_that_plans_depend_on_make_other_plans(self, plain_config: VllmConfig) -> None:
+        builder, spec = make_builder(plain_config, torch.float32), make_impl().spec(PAGE, Causality.CAUSAL, DIM)
+        common = make_step([1, 1, 1], [4, 9, 30], PAGE).common
+        plan = builder.build(0, common).plan(spec)
+        for changes in ({"num_actual_tokens": 4}, {"max_query_len": 2}, {"num_reqs": 2}):
+            assert builder.build(0, dataclasses.replace(common, **changes)).plan(spec) is not plan
+
+    def test_plans_of_long_queries_are_not_kept(self, plain_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They depend on the longest context, and on the lengths that the host knows."""
+        builder, spec = make_builder(plain_config, torch.float32), make_impl().spec(PAGE, Causality.CAUSAL, DIM)
+        builder.planners.of(spec)
+        common = make_step([4, 4], [4, 30], PAGE).common
+        assert builder.build(0, common).plan(spec) is builder.build(0, common).plan(spec)
+        monkeypatch.setattr(builder.planners, "_short", 3)
+        assert builder.build(0, common).plan(spec) is not builder.build(0, common).plan(spec)
+
     def test_graphs_of_any_batch(self, plain_config: VllmConfig) -> None:
         spec = FullAttentionSpec(block_size=PAGE, num_kv_heads=2, head_size=DIM, dtype=torch.float32)
         assert DSLMetadataBuilder.get_cudagraph_support(plain_config, spec) is AttentionCGSupport.ALWAYS

@@ -332,14 +332,17 @@ class LayerKernel(Kernel):
         )
         scratch, num_ctas = self.scratch(batch, rows), self.grid(batch, min_seqlen_q)
         # What all layers of the batch pass; converted in the first launch, as a replayed graph has none.
-        shared = cache(lambda: toolkit.converted(requests))
+        shared: Any = None
 
         def launch(operands: Operands) -> None:
+            nonlocal shared
+            if shared is None:
+                shared = toolkit.converted(requests)
             lse, sinks, out = operands.lse, operands.sinks, operands.out
             if spec.is_quantized_out:
                 out = out.view(torch.uint8)
             function = self.function(lse is not None, None if sinks is None else sinks.dtype)
-            function(tensors(operands), out, lse, *scratch, shared(), self.scoring(operands), num_ctas)
+            function(tensors(operands), out, lse, *scratch, shared, self.scoring(operands), num_ctas)
 
         return launch
 
