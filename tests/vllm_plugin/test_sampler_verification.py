@@ -75,11 +75,12 @@ def v1_runner(mode: str = "raw_logprobs", **changes: Any) -> Runner:
     return runner
 
 
-def v1_metadata(inputs: torch.Tensor) -> SpecDecodeMetadata:
-    """As the runner makes it."""
-    made = SpecDecodeMetadata.make_dummy([[0] * count for count in COUNTS], torch.device("cpu"))
-    made.target_logits_indices = torch.tensor([r for r in range(ROWS) if r + 1 not in CU_ROWS], dtype=torch.int32)
-    made.bonus_logits_indices = torch.from_numpy(CU_ROWS[1:] - 1).int()
+def v1_metadata(inputs: torch.Tensor, counts: list[int] = COUNTS) -> SpecDecodeMetadata:
+    """As the runner makes it. The requests have ROWS rows in all."""
+    made = SpecDecodeMetadata.make_dummy([[0] * count for count in counts], torch.device("cpu"))
+    cu_rows = np.cumsum([0, *(count + 1 for count in counts)])
+    made.target_logits_indices = torch.tensor([r for r in range(ROWS) if r + 1 not in cu_rows], dtype=torch.int32)
+    made.bonus_logits_indices = torch.from_numpy(cu_rows[1:] - 1).int()
     made.logits_indices = torch.arange(ROWS, dtype=torch.int32) + 2
     made.draft_token_ids = inputs[made.target_logits_indices + 1]
     return made
@@ -130,6 +131,16 @@ def test_v1_all_greedy() -> None:
     found = runner.rejection_sampler(v1_metadata(some_drafts(best)), None, logits.clone(), metadata).sampled_token_ids
     assert (found >= 0).sum(-1).tolist() == [3, 1, 3, 2]
     assert found[0].tolist() == [*best[:3].tolist(), -1]
+
+
+def test_v1_steps_with_other_numbers_of_drafts() -> None:
+    """What depends on these numbers alone is kept from step to step."""
+    runner, logits, found = v1_runner(), some_logits(ROWS), []
+    for counts in (COUNTS, COUNTS[::-1], COUNTS[::-1], COUNTS):
+        given = v1_metadata(some_drafts(logits.argmax(-1)), counts), None, logits
+        found.append(runner.rejection_sampler(*given, v1_step()).sampled_token_ids)
+        assert found[-1].equal(v1_runner().rejection_sampler(*given, v1_step()).sampled_token_ids)
+    assert not found[0].equal(found[1])
 
 
 def test_v1_ratio() -> None:

@@ -29,7 +29,10 @@ class DSLRejectionSampler(RejectionSampler):
         verifier: verifies the drafts.
         row_ids: int32, from 0 on.
         inputs: int32, the token in front of each row's. A step writes those that are drafts; others are not read.
-        cu_rows: int32 [requests + 1], the first row of each request and the end, of which a step writes all but 0.
+        cu_rows: int32 [requests + 1], the first row of each request and the end. All but the 0 in front is written by a
+            step whose requests have other numbers of drafts than the last one's.
+        counts: the drafts of each request of the last step.
+        request: int64, of each of its rows; None where no step has asked for it.
         greedy: the parameters of a step without a temperature; its seeds and positions mean nothing.
     """
 
@@ -38,6 +41,8 @@ class DSLRejectionSampler(RejectionSampler):
     row_ids: torch.Tensor
     inputs: torch.Tensor
     cu_rows: torch.Tensor
+    counts: list[int]
+    request: torch.Tensor | None
     greedy: Parameters
 
     @classmethod
@@ -50,6 +55,7 @@ class DSLRejectionSampler(RejectionSampler):
         own.row_ids = torch.arange(max_rows, dtype=torch.int32, device=runner.device)
         own.inputs = torch.full_like(own.row_ids, -1)
         own.cu_rows = torch.zeros(own.verifier.max_requests + 1, dtype=torch.int32, device=runner.device)
+        own.counts, own.request = [], None
         zeros = torch.zeros(max_rows, dtype=torch.int64, device=runner.device)
         own.greedy = Parameters(seeds=zeros, positions=zeros, temperature=zeros.float())
         vocab = runner.vllm_config.model_config.get_vocab_size()
@@ -63,9 +69,10 @@ class DSLRejectionSampler(RejectionSampler):
         """Tokens int32 [requests, longest drafts + 1], -1 after a request's last one; and log-probabilities."""
         step = sampling_metadata
         rows, vocab = logits.shape
+        self.take_counts(metadata)
         request, parameters = None, first(self.greedy, rows)
         if step.temperature is not None or draft_probs is not None:
-            request = torch.searchsorted(metadata.cu_num_sampled_tokens, self.row_ids[:rows], right=True)
+            request = self.request_of_rows(metadata, rows)
             parameters = self.parameters(metadata, step, request)
         asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
         processed = self.processed(logits, step, metadata)
@@ -84,11 +91,22 @@ class DSLRejectionSampler(RejectionSampler):
         tokens = verified.tokens[:, : metadata.max_spec_len + 1].clone(memory_format=torch.contiguous_format)
         return SamplerOutput(tokens, self.logprobs_of(tokens, logits, drawn, step, metadata))
 
+    def take_counts(self, metadata: Any) -> None:
+        """Keep what depends on the numbers of drafts alone, which most steps share with the one before."""
+        if metadata.num_draft_tokens != self.counts:
+            self.counts, self.request = list(metadata.num_draft_tokens), None
+            self.cu_rows[1 : len(self.counts) + 1].copy_(metadata.cu_num_sampled_tokens)
+
+    def request_of_rows(self, metadata: Any, rows: int) -> torch.Tensor:
+        """Int64 [rows], of the step whose counts were taken."""
+        if self.request is None:
+            self.request = torch.searchsorted(metadata.cu_num_sampled_tokens, self.row_ids[:rows], right=True)
+        return self.request
+
     def drafts(self, metadata: Any, rows: int, distributions: Distributions | None) -> Drafts:
         """A step's drafts, in buffers that the next step overwrites. Each is the input of the row behind its own."""
-        inputs, cu_rows = self.inputs[:rows], self.cu_rows[: len(metadata.num_draft_tokens) + 1]
+        inputs, cu_rows = self.inputs[:rows], self.cu_rows[: len(self.counts) + 1]
         inputs[1:].index_copy_(0, metadata.target_logits_indices.long(), metadata.draft_token_ids.to(inputs.dtype))
-        cu_rows[1:].copy_(metadata.cu_num_sampled_tokens)
         return Drafts(inputs=inputs, cu_rows=cu_rows, distributions=distributions)
 
     def parameters(self, metadata: Any, step: Any, request: torch.Tensor) -> Parameters:
