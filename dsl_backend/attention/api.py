@@ -62,9 +62,7 @@ def check_batch(spec: AttentionSpec, batch: Batch) -> None:
         check_integers("block_table", table, device)
     for name, tensor, length in per_request:
         if tensor.shape != (length,):
-            raise InvalidInput(
-                f"{name} has shape {tuple(tensor.shape)}: {(length,)} is needed for {requests} requests"
-            )
+            raise InvalidInput(f"{name} has shape {tuple(tensor.shape)}: {(length,)} is needed for {requests} requests")
         if not tensor.is_contiguous():
             raise InvalidInput(f"{name} is not contiguous")
         check_integers(name, tensor, device)

@@ -690,6 +690,19 @@ def test_plan_reads_no_device_value(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [part.name for part in plan.parts] == ["reference"]
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("case", [CASE, LATENT], ids=["dense", "mla"])
+def test_plans_of_short_queries_do_not_depend_on_the_longest_context(case: Case, arch: str) -> None:
+    """Steps that differ in it alone share a plan, such as the passes of a draft model."""
+    pytest.importorskip("cutlass", reason="CuTe DSL is not installed")
+    bf16 = dataclasses.replace(case.spec, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+    planner = Planner(bf16, from_arch(arch), Workspace(torch.device("cpu")), "cute")
+    batch = case.problem().batch
+    assert planner.short_limit is None or batch.max_query_len <= planner.short_limit
+    object.__delattr__(batch, "max_seq_len")
+    assert len(planner.plan(batch).parts) == 1
+
+
 def test_shares_cover_every_query_length_once() -> None:
     """Where two kernels share a batch, each request belongs to exactly one of them."""
     pytest.importorskip("triton")

@@ -469,7 +469,9 @@ class TestBuilder:
         for changes in ({"num_actual_tokens": 4}, {"max_query_len": 2}, {"num_reqs": 2}):
             assert builder.build(0, dataclasses.replace(common, **changes)).plan(spec) is not plan
 
-    def test_plans_of_long_queries_are_not_kept(self, plain_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_long_queries_have_plans_of_their_own(
+        self, plain_config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """They depend on the longest context, and on the lengths that the host knows."""
         builder, spec = make_builder(plain_config, torch.float32), make_impl().spec(PAGE, Causality.CAUSAL, DIM)
         builder.planners.of(spec)
