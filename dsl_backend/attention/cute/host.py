@@ -106,11 +106,10 @@ class Alignment:
 
     def check(self, names: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> None:
         """Raises Misaligned if TMA cannot take a tensor."""
-        addresses, strides = 0, []
+        addresses = 0
         for tensor in tensors:
             addresses |= tensor.data_ptr()
-            strides.append(tensor.stride())
-        layout = tuple(strides)
+        layout = tuple([tensor.stride() for tensor in tensors])
         if addresses % ALIGNMENT == 0 and layout in self.layouts:
             return
         for name, tensor in zip(names, tensors, strict=True):
