@@ -9,9 +9,13 @@ import pytest
 
 import emulator
 from dsl_backend.attention import dispatch
-from dsl_backend.attention.cute.sm90.fp8_configs import is_wide
 from dsl_backend.attention.cute.sm100.dense_host import Fp8Prefill
-from dsl_backend.attention.cute.sm100.fp8_configs import Fp8DenseConfig, default_fp8_config, fp8_variants
+from dsl_backend.attention.cute.sm100.fp8_configs import (
+    Fp8DenseConfig,
+    default_fp8_config,
+    fp8_variants,
+    has_wide_values,
+)
 from dsl_backend.attention.plan import Planner
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime.target import from_arch
@@ -22,15 +26,14 @@ from tests.attention import test_sm90_fp8
 from tests.attention.emulated import SCHEDULES, SMS, scratch
 
 NAME = dispatch.FP8_PRODUCTS
-# SM90 alone has wide heads.
-CASES = [case for case in test_sm90_fp8.CASES if not is_wide(case.spec)]
-QUICK = ("ragged", "window-softcap-sinks")
+CASES = test_sm90_fp8.CASES
 
 
 def config_of(case: Case, index: int) -> Fp8DenseConfig:
     """Small tiles, so that rings go around."""
     tile_n = (64, 96, 32)[index % 3]
     return Fp8DenseConfig(
+        softmax_warpgroups=1 if has_wide_values(case.spec) else 2,
         tile_n=tile_n,
         stages=2 + index % 2,
         query_stages=1 + index % 2,
@@ -71,8 +74,7 @@ def emulate(case: Case, config: Fp8DenseConfig, index: int, sms: int = SMS) -> N
 @pytest.mark.parametrize(
     ("index", "case"),
     [
-        pytest.param(index, case, id=case.id, marks=() if case.id in QUICK else (pytest.mark.rest,))
-        for index, case in enumerate(CASES)
+        pytest.param(index, case, id=case.id, marks=test_sm90_fp8.marks_of(case.id)) for index, case in enumerate(CASES)
     ],
 )
 def test_case(index: int, case: Case) -> None:
@@ -93,7 +95,7 @@ def test_every_schedule(query_stages: int, index: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(len(SCHEDULES)))
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256), (256, 128)], ids=str)
 def test_default_in_every_schedule(dims: tuple[int, int], index: int) -> None:
     case = replace(CASES[1], q_lens=(300, 3), kv_lens=(300, 260), heads=(1, 1), dim=dims[0], dim_v=dims[1])
     emulate(case, default_fp8_config(case.spec), index, sms=1)
@@ -112,7 +114,30 @@ def test_random_problem(problem: int) -> None:
     emulate(case, default_fp8_config(case.spec) if turn % 2 else config_of(case, layer), layer + turn)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (128, 64), (192, 128), (160, 96)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("problem", range(20))
+def test_random_problem_of_wide_heads(problem: int) -> None:
+    layer, turn = test_sm90_fp8.LAYERS + problem % test_sm90_fp8.WIDE_LAYERS, problem // test_sm90_fp8.WIDE_LAYERS
+    case = test_sm90_fp8.drawn(layer, turn)
+    emulate(case, default_fp8_config(case.spec) if turn % 2 else config_of(case, layer + turn), layer + turn)
+
+
+DIMS = [
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (128, 64),
+    (192, 128),
+    (160, 96),
+    (256, 256),
+    (224, 160),
+    (160, 192),
+    (256, 128),
+    (256, 64),
+]
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_configs_fit(dims: tuple[int, int]) -> None:
     """The default and those to tune."""
     spec, smem_bytes = test_sm90_fp8.spec_of(*dims), from_arch("sm_100a").smem_bytes
@@ -122,18 +147,14 @@ def test_configs_fit(dims: tuple[int, int]) -> None:
     # All registers that a CTA of 640 threads starts with.
     for config in found:
         softmax, correction, other, query = config.registers
-        assert 128 * (2 * softmax + correction + other + query) <= 640 * 96
+        softmaxes = 2 * softmax if config.softmax_warpgroups == 2 else softmax + other  # four warps are idle
+        assert 128 * (softmaxes + correction + other + query) <= 640 * 96
 
 
 @pytest.mark.parametrize(("facts", "reason"), test_sm90_fp8.NOT_SERVED)
 def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported, match=reason):
         dispatch.choose(dispatch.Operation.PREFILL, test_sm90_fp8.spec_of(**facts), from_arch("sm_100a"), NAME)
-
-
-def test_wide_heads_are_refused() -> None:
-    with pytest.raises(Unsupported, match="head size 256 is not a multiple of 32 from 64 to 192: O of 256 rows and"):
-        dispatch.choose(dispatch.Operation.PREFILL, test_sm90_fp8.spec_of(256), from_arch("sm_100a"), NAME)
 
 
 @pytest.mark.parametrize(

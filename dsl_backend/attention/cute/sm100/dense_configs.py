@@ -224,13 +224,17 @@ class DenseConfig:
         needed = self.smem_bytes(spec)
         if needed > smem_bytes:
             reasons.append(f"a CTA needs {needed} bytes of shared memory: there are {smem_bytes}")
+        return reasons + self.swizzle_objections(spec)
+
+    def swizzle_objections(self, spec: AttentionSpec) -> list[str]:
+        """Why outputs cannot leave through the stage of their Q."""
         columns = v_split_dim(spec.head_dim_v)
-        if chunk(spec.head_dim) != chunk(columns):
-            reasons.append(
-                f"values of {columns} elements and queries of {spec.head_dim} have different swizzles: their rows are "
-                f"cut into chunks of {chunk(columns)} and {chunk(spec.head_dim)}"
-            )
-        return reasons
+        if chunk(spec.head_dim) == chunk(columns):
+            return []
+        return [
+            f"values of {columns} elements and queries of {spec.head_dim} have different swizzles: their rows are "
+            f"cut into chunks of {chunk(columns)} and {chunk(spec.head_dim)}"
+        ]
 
     def dequant_objections(self, spec: AttentionSpec) -> list[str]:
         """Why the stages of a quantized cache cannot be so."""

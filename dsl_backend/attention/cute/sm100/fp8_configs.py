@@ -29,7 +29,9 @@ from dsl_backend.quant.format import E4M3
 QUERY_WARP = DEQUANT_WARP  # the first of the warpgroup that quantizes Q, where others have one that dequantizes K and V
 # 640 threads start with 96 each. Fewest bytes spilled (ptxas 13.0).
 FP8_REGISTERS = Registers(softmax=160, correction=56, other=48, dequant=56)
-MOST_DIM, MOST_DIM_V = 192, 128
+# The same with one softmax warpgroup, in place of whose peer four warps are idle.
+ONE_FP8_SOFTMAX_WARPGROUP_REGISTERS = Registers(softmax=200, correction=88, other=48, dequant=96)
+MOST_DIM = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Fp8DenseConfig(DenseConfig):
 
     @property
     def registers(self) -> Registers:
-        return FP8_REGISTERS
+        return FP8_REGISTERS if self.softmax_warpgroups > 1 else ONE_FP8_SOFTMAX_WARPGROUP_REGISTERS
 
     @property
     def scale_stages(self) -> int:
@@ -83,10 +85,14 @@ class Fp8DenseConfig(DenseConfig):
         """None: outputs of S stages that alternate are direct too."""
         return []
 
+    def swizzle_objections(self, spec: AttentionSpec) -> list[str]:
+        """None: outputs are direct, and each tensor of bytes has its own swizzle."""
+        return []
+
     def own_objections(self) -> list[str]:
         reasons = []
-        if self.softmax_warpgroups != 2 or not self.direct_output:
-            reasons.append("products in 8 bits have two softmax warpgroups and direct outputs")
+        if not self.direct_output:
+            reasons.append("products in 8 bits have direct outputs")
         if self.two_cta or self.swap_ab or self.shared_kv_stages or self.shared_s or self.use_clc:
             reasons.append(
                 "products in 8 bits go without two-CTA MMAs, swapped operands, shared stages, shared S and cluster "
@@ -104,11 +110,11 @@ def unserved(spec: AttentionSpec) -> list[str]:
     reasons = []
     if spec.kv != E4M3:
         reasons.append(f"keys of {spec.kv.name}: its products are of {E4M3.name}")
-    for name, dim, most in (("head size", spec.head_dim, MOST_DIM), ("value head size", spec.head_dim_v, MOST_DIM_V)):
-        if dim % FP8_K_BLOCK or not 64 <= dim <= most:
+    for name, dim in (("head size", spec.head_dim), ("value head size", spec.head_dim_v)):
+        if dim % FP8_K_BLOCK or not 64 <= dim <= MOST_DIM:
             reasons.append(
-                f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {most}: O of 256 rows and two S of 128 "
-                "columns fill tensor memory"
+                f"{name} {dim} is not a multiple of {FP8_K_BLOCK} from 64 to {MOST_DIM}: Q of 128 rows and two stages "
+                "of 128 keys and values fill shared memory"
             )
     if spec.batch_invariant:
         # Decode converts the cache to 16 bits: a row's bits would depend on how many queries its request has.
@@ -116,9 +122,25 @@ def unserved(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
+def has_wide_values(spec: AttentionSpec) -> bool:
+    """Whether O of 256 rows leaves no room in tensor memory for two S of 128 columns."""
+    return spec.head_dim_v > 128
+
+
+def wide_value_config(spec: AttentionSpec) -> Fp8DenseConfig:
+    """For wide values: 128 rows of queries, with one S. Not measured on a GPU."""
+    stages = 2 if max(spec.head_dim, spec.head_dim_v) > 192 else 3
+    return Fp8DenseConfig(softmax_warpgroups=1, stages=stages, late_p_keys=32)
+
+
 def default_fp8_config(spec: AttentionSpec) -> Fp8DenseConfig:
     """The default: not measured on a GPU."""
+    if has_wide_values(spec):
+        return wide_value_config(spec)
     widest = max(spec.head_dim, spec.head_dim_v)
+    if widest > 192:
+        # Two stages of Q, 128 KB, leave no room for two of K and V beside the statistics.
+        return Fp8DenseConfig(stages=3, query_stages=1, late_p_keys=32, ex2_emulation=0)
     if widest <= 64:
         return Fp8DenseConfig(stages=6, late_p_keys=32, ex2_emulation=2)
     # With emulated exponentials 32 bytes spill, unless Q arrives in e4m3.
@@ -139,6 +161,11 @@ def packed_config(spec: AttentionSpec) -> Fp8DenseConfig:
     128; with heads of 192, those of 96 spill 16 and those of 64 spill 8 (ptxas 13.0).
     """
     widest = max(spec.head_dim, spec.head_dim_v)
+    if has_wide_values(spec):
+        # O of two S stages would fill tensor memory: one S.
+        return replace(wide_value_config(spec), ex2_emulation=0)
+    if widest > 192:
+        return Fp8DenseConfig(alternate=True, tile_n=64, stages=6, ex2_emulation=0)
     tile_n, stages = (128, 8) if widest <= 64 else (96, 7) if widest <= 128 else (64, 8)
     return Fp8DenseConfig(alternate=True, tile_n=tile_n, stages=stages, ex2_emulation=0)
 
@@ -146,8 +173,10 @@ def packed_config(spec: AttentionSpec) -> Fp8DenseConfig:
 def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8DenseConfig]:
     """Configurations worth a try that fit."""
     tried = itertools.product((64, 96, 128), (1, 2), (0, 2, 4), (0, 32), (False, True))
+    warpgroups = 1 if has_wide_values(spec) else 2
     for tile_n, query_stages, ex2_emulation, late_p_keys, rounded_sums in tried:
         made = Fp8DenseConfig(
+            softmax_warpgroups=warpgroups,
             tile_n=tile_n,
             query_stages=query_stages,
             ex2_emulation=ex2_emulation,

@@ -28,6 +28,7 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     LOAD_WARP,
     MMA_M,
     MMA_WARP,
+    ONE_SOFTMAX_WARPGROUP_REGISTERS,
     REGISTERS,
     SCHEDULER_WARP,
     WARP,
@@ -105,7 +106,8 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         self.mma_dtype = self.mma_dtype_v = cutlass.Float8E4M3FN
         if key.fp8_q:
             # Without the warpgroup that quantizes Q, the last of a CTA, and with its registers.
-            self.threads, self.registers = QUERY_WARP * WARP, REGISTERS
+            one = key.config.softmax_warpgroups == 1
+            self.threads, self.registers = QUERY_WARP * WARP, ONE_SOFTMAX_WARPGROUP_REGISTERS if one else REGISTERS
 
     def loads(self, tensors: DenseTensors) -> Any:
         """`DenseKeyLoads`, or `DenseLoads` of quantised queries."""
