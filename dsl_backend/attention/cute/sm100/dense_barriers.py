@@ -21,7 +21,7 @@ from dsl_backend.attention.cute.mbarriers import (
 )
 from dsl_backend.attention.cute.scheduler.work_tile import WORK_TILE_STAGES
 from dsl_backend.attention.cute.sizes import WARPGROUP
-from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TWO_CTA_S_STAGES, DenseConfig
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, TWO_S_STAGES, DenseConfig
 from dsl_backend.attention.cute.sm100.fp8_configs import Fp8DenseConfig
 
 QUERY_WARPS = WARPS_PER_WARPGROUP
@@ -125,8 +125,9 @@ def load_mbar_arrays(
 
 def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
     """The arrays of a configuration, by their field of Barriers, in the order of allocation."""
-    s_stages = config.softmax_warpgroups
-    softmax_warps, correction_warps = s_stages * WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP
+    warpgroups, s_stages = config.softmax_warpgroups, config.s_stages
+    softmax_warps, correction_warps = warpgroups * WARPS_PER_WARPGROUP, WARPS_PER_WARPGROUP
+    two_s = s_stages > warpgroups
     dequant_warps = WARPS_PER_WARPGROUP if config.dequant_stages else 0
     mma_warps = MMA_WARPS + config.shared_s
     work_consumers = softmax_warps + correction_warps + LOAD_WARPS + mma_warps + dequant_warps
@@ -137,8 +138,9 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
         "s_full": MbarArray(s_stages, UMMA),
         "p_full": MbarArray(s_stages, row_threads + row_threads),  # softmax and correction
         "o_full": MbarArray(1, UMMA),
-        "stats_full": MbarArray(config.stats_stages, row_threads),
-        "stats_empty": MbarArray(s_stages, row_threads),
+        # The last one of a warpgroup with two S stages is of the end of a work tile.
+        "stats_full": MbarArray(config.stats_stages + two_s, row_threads),
+        "stats_empty": MbarArray(warpgroups, row_threads),
     }
     if config.late_p_keys:
         arrays["late_p_full"] = MbarArray(s_stages, row_threads)
@@ -167,9 +169,9 @@ def two_cta_mbar_arrays(config: DenseConfig, cta_rank: int | cutlass.Int32) -> d
     row_threads = WARPGROUP
     arrays = load_mbar_arrays(config, TMA, correction_warps, work_consumers)
     arrays |= {
-        "s_full": MbarArray(TWO_CTA_S_STAGES, UMMA),
-        "p_full": MbarArray(TWO_CTA_S_STAGES, CTA_PAIR * (row_threads + row_threads)),  # softmax and correction
-        "stats_full": MbarArray(TWO_CTA_S_STAGES + 1, row_threads),
+        "s_full": MbarArray(TWO_S_STAGES, UMMA),
+        "p_full": MbarArray(TWO_S_STAGES, CTA_PAIR * (row_threads + row_threads)),  # softmax and correction
+        "stats_full": MbarArray(TWO_S_STAGES + 1, row_threads),
         "stats_empty": MbarArray(1, row_threads),
     }
     return arrays

@@ -41,7 +41,7 @@ class Registers(NamedTuple):
 SHARED_S_STATS_STAGES = 3  # of an S stage: two of key tiles in turn, and one of the end of a work tile
 
 CTA_PAIR = 2  # CTAs that multiply together (cta_group::2)
-TWO_CTA_S_STAGES = 2  # of each of them
+TWO_S_STAGES = 2  # of each of them
 # First warps of the roles of such a CTA, after one softmax warpgroup, and all its warps.
 TWO_CTA_CORRECTION_WARP, TWO_CTA_MMA_WARP, TWO_CTA_LOAD_WARP, TWO_CTA_SCHEDULER_WARP, TWO_CTA_WARPS = 4, 8, 9, 10, 12
 
@@ -126,7 +126,7 @@ class DenseConfig:
     @property
     def s_stages(self) -> int:
         """S of 128 rows in tensor memory."""
-        return TWO_CTA_S_STAGES if self.two_cta else self.softmax_warpgroups
+        return TWO_S_STAGES if self.two_cta else self.softmax_warpgroups
 
     @property
     def threads(self) -> int:

@@ -52,7 +52,7 @@ class MmaWarp:
         self.mma_pv = Tcgen05Mma(dtype=kernel.mma_dtype_v, m=MMA_M, n=kernel.dims_v, b_mn_major=True, a_in_tmem=True)
         thr_mma_qk, thr_mma_pv = tiled_mma_qk.get_slice(0), tiled_mma_pv.get_slice(0)
         sQ_tiles = cute.local_tile(sQ, (MMA_M, kernel.dims), (None, 0, None))  # (row, dim, row tile, q_stage)
-        row_tiles = range(1 if kernel.alternate else kernel.s_stages)
+        row_tiles = range(kernel.tile_m // MMA_M)
         self.tSrQ = [
             tiled_mma_qk.make_fragment_A(thr_mma_qk.partition_A(sQ_tiles[None, None, i, None])) for i in row_tiles
         ]

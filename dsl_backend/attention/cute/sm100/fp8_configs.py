@@ -19,6 +19,7 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
     DEQUANT_WARP,
     MMA_M,
     MOST_STAGES,
+    TWO_S_STAGES,
     WARP,
     DenseConfig,
     Registers,
@@ -50,6 +51,11 @@ class Fp8DenseConfig(DenseConfig):
     rescale_threshold: float = MAX_P_EXPONENT - 8.0
     p_offset: float = 8.0
     rounded_sums: bool = False
+
+    @property
+    def s_stages(self) -> int:
+        """Two, of one softmax warpgroup as well; see two_s.py."""
+        return TWO_S_STAGES
 
     @property
     def threads(self) -> int:
@@ -91,6 +97,8 @@ class Fp8DenseConfig(DenseConfig):
 
     def own_objections(self) -> list[str]:
         reasons = []
+        if self.softmax_warpgroups == 1 and self.late_p_keys:
+            reasons.append("one softmax warpgroup with two S hands P over in one piece: late_p_keys must be 0")
         if not self.direct_output:
             reasons.append("products in 8 bits have direct outputs")
         if self.two_cta or self.swap_ab or self.shared_kv_stages or self.shared_s or self.use_clc:
@@ -128,9 +136,9 @@ def has_wide_values(spec: AttentionSpec) -> bool:
 
 
 def wide_value_config(spec: AttentionSpec) -> Fp8DenseConfig:
-    """For wide values: 128 rows of queries, with one S. Not measured on a GPU."""
+    """For wide values: 128 rows of queries, one softmax warpgroup and one O. Not measured on a GPU."""
     stages = 2 if max(spec.head_dim, spec.head_dim_v) > 192 else 3
-    return Fp8DenseConfig(softmax_warpgroups=1, stages=stages, late_p_keys=32)
+    return Fp8DenseConfig(softmax_warpgroups=1, stages=stages)
 
 
 def default_fp8_config(spec: AttentionSpec) -> Fp8DenseConfig:
@@ -162,7 +170,7 @@ def packed_config(spec: AttentionSpec) -> Fp8DenseConfig:
     """
     widest = max(spec.head_dim, spec.head_dim_v)
     if has_wide_values(spec):
-        # O of two S stages would fill tensor memory: one S.
+        # S stages that alternate have an O each.
         return replace(wide_value_config(spec), ex2_emulation=0)
     if widest > 192:
         return Fp8DenseConfig(alternate=True, tile_n=64, stages=6, ex2_emulation=0)

@@ -37,9 +37,15 @@ from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
 from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp, MmaWarp
 from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseConfig
-from dsl_backend.attention.cute.sm100.fp8_softmax import Fp8SoftmaxWarps, QuantizedQuerySoftmaxWarps
+from dsl_backend.attention.cute.sm100.fp8_softmax import (
+    Fp8SoftmaxWarps,
+    QuantizedQuerySoftmaxWarps,
+    TwoSFp8SoftmaxWarps,
+    TwoSQuantizedQuerySoftmaxWarps,
+)
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
+from dsl_backend.attention.cute.sm100.two_s import TwoSCorrectionWarps, TwoSMmaWarp
 from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives.ring import stage_of
 
@@ -97,17 +103,30 @@ class Fp8CorrectionWarps(CorrectionWarps):
         return self.kv_stages.sV_bytes[None, None, self.kv_stages.v_stage(kv_idx)]
 
 
+class TwoSFp8CorrectionWarps(Fp8CorrectionWarps, TwoSCorrectionWarps):
+    """As Fp8CorrectionWarps, with two S stages of the same rows, and one O; see two_s.py."""
+
+
 class Fp8DenseForward(Fp8Tiles, DenseForward):
-    """As DenseForward; keys and values are e4m3. No warp skips rows that do not exist: rows are many."""
+    """As DenseForward; keys and values are e4m3. No warp skips rows that do not exist: rows are many.
+
+    Attributes:
+        two_s: one softmax warpgroup has two S stages of the same rows.
+    """
 
     def __init__(self, key: Fp8Key):
         super().__init__(key)
         self.skip_idle_warps = False
         self.mma_dtype = self.mma_dtype_v = cutlass.Float8E4M3FN
+        self.two_s = key.config.softmax_warpgroups == 1
+        if self.two_s:
+            self.softmax_warps: Any = TwoSQuantizedQuerySoftmaxWarps if key.fp8_q else TwoSFp8SoftmaxWarps
+        else:
+            self.softmax_warps = QuantizedQuerySoftmaxWarps if key.fp8_q else Fp8SoftmaxWarps
         if key.fp8_q:
             # Without the warpgroup that quantizes Q, the last of a CTA, and with its registers.
-            one = key.config.softmax_warpgroups == 1
-            self.threads, self.registers = QUERY_WARP * WARP, ONE_SOFTMAX_WARPGROUP_REGISTERS if one else REGISTERS
+            self.threads = QUERY_WARP * WARP
+            self.registers = ONE_SOFTMAX_WARPGROUP_REGISTERS if self.two_s else REGISTERS
 
     def loads(self, tensors: DenseTensors) -> Any:
         """`DenseKeyLoads`, or `DenseLoads` of quantised queries."""
@@ -154,13 +173,13 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
             cute.arch.setmaxregister_increase(self.registers.softmax)
             # As in DenseForward: the younger warpgroup has S stage 0.
             s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
-            softmax = QuantizedQuerySoftmaxWarps if self.key.fp8_q else Fp8SoftmaxWarps
-            softmax(sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage).run()
+            self.softmax_warps(
+                sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage
+            ).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)
-            Fp8CorrectionWarps(
-                self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sQ, outputs, requests, scoring
-            ).run()
+            correction = TwoSFp8CorrectionWarps if self.two_s else Fp8CorrectionWarps
+            correction(self, work_pipeline, barriers, tmem_ptr, sStats, kv_stages, sQ, outputs, requests, scoring).run()
         elif warp >= QUERY_WARP:
             if cutlass.const_expr(not self.key.fp8_q):
                 cute.arch.setmaxregister_decrease(self.registers.dequant)
@@ -172,7 +191,7 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MMA_WARP:
-                mma_warp = AlternatingMmaWarp if self.alternate else MmaWarp
+                mma_warp = TwoSMmaWarp if self.two_s else AlternatingMmaWarp if self.alternate else MmaWarp
                 mma_warp(self, work_pipeline, mmas, barriers, tmem_ptr, sQ, kv_stages).run()
             if warp == LOAD_WARP:
                 load_warp = QuantizedQueryLoadWarp if self.key.fp8_q else Fp8LoadWarp

@@ -11,6 +11,7 @@ from dsl_backend.attention.cute.fp8_softmax import sum_of_e4m3
 from dsl_backend.attention.cute.sm100.dense_configs import P_COLUMNS
 from dsl_backend.attention.cute.sm100.dense_softmax import SoftmaxWarps, hold_order, p_stored
 from dsl_backend.attention.cute.sm100.idle_warps import arrive
+from dsl_backend.attention.cute.sm100.two_s import TwoSSoftmaxWarps
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.math import Pair, add_pair, f32_to_e4m3, tree_reduce
 from dsl_backend.primitives.ring import phase_of, stage_of
@@ -90,6 +91,10 @@ class Fp8SoftmaxWarps(SoftmaxWarps):
         return tree_reduce(list(zip(probs[::2], probs[1::2], strict=True)), add_pair)
 
 
+class TwoSFp8SoftmaxWarps(Fp8SoftmaxWarps, TwoSSoftmaxWarps):
+    """As Fp8SoftmaxWarps, with two S stages of the same rows; see two_s.py."""
+
+
 class QuantizedQuerySoftmaxWarps(Fp8SoftmaxWarps):
     """As Fp8SoftmaxWarps, of queries that arrive in e4m3. Their scale is a factor of the softmax scale."""
 
@@ -101,3 +106,7 @@ class QuantizedQuerySoftmaxWarps(Fp8SoftmaxWarps):
 
     def scaled_by_q(self, scores: list[cutlass.Float32]) -> list[cutlass.Float32]:
         return scores
+
+
+class TwoSQuantizedQuerySoftmaxWarps(QuantizedQuerySoftmaxWarps, TwoSSoftmaxWarps):
+    """As QuantizedQuerySoftmaxWarps, with two S stages of the same rows."""

@@ -14,7 +14,7 @@ from dsl_backend.attention.cute.args import TiledMmas
 from dsl_backend.attention.cute.mask import first_tile_is_masked
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePipeline
 from dsl_backend.attention.cute.sm100.dense_barriers import TwoCtaBarriers
-from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, MMA_K, MMA_M, TWO_CTA_S_STAGES
+from dsl_backend.attention.cute.sm100.dense_configs import CTA_PAIR, MMA_K, MMA_M, TWO_S_STAGES
 from dsl_backend.attention.cute.sm100.dense_mma import MmaWarp, tmem_offset_O, tmem_offset_S
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVStages
 from dsl_backend.attention.cute.tiles import TiledKernel
@@ -70,7 +70,7 @@ class TwoCtaMmaWarp(MmaWarp):
             if cutlass.const_expr(self.kernel.key.has_window_left):
                 if num_tiles == 1 and first_tile_is_masked(work):
                     self.wait_v(kv_idx)
-            self.commit(self.barriers.s_full + stage_of(kv_idx, TWO_CTA_S_STAGES))
+            self.commit(self.barriers.s_full + stage_of(kv_idx, TWO_S_STAGES))
             if num_tiles > 1:
                 self.next_qk(work, q_stage, kv_idx + 1, num_tiles == 2)
             self.issue_pv(kv_idx, False)
@@ -91,12 +91,12 @@ class TwoCtaMmaWarp(MmaWarp):
             if last and first_tile_is_masked(work):
                 # The correction warps of both CTAs clear V before the window once they have this S.
                 self.wait_v(kv_idx)
-        self.issue_qk(q_stage, kv_idx, [self.barriers.s_full + stage_of(kv_idx, TWO_CTA_S_STAGES)])
+        self.issue_qk(q_stage, kv_idx, [self.barriers.s_full + stage_of(kv_idx, TWO_S_STAGES)])
 
     @cute.jit
     def issue_qk(self, q_stage: cutlass.Int32, kv_idx: cutlass.Int32, commit: cutlass.Constexpr[Sequence] = ()):
         """S of a tile, over P of the tile two before, whose P V has been issued."""
-        s_stage, k_stage = stage_of(kv_idx, TWO_CTA_S_STAGES), stage_of(kv_idx, self.config.stages)
+        s_stage, k_stage = stage_of(kv_idx, TWO_S_STAGES), stage_of(kv_idx, self.config.stages)
         tSrQ, tSrK = self.tSrQ[None, None, None, q_stage], self.tSrK[None, None, None, k_stage]
         commit = [*commit, self.barriers.k_empty + k_stage]
         tmem_S = self.tmem_ptr + tmem_offset_S(self.kernel, s_stage)
@@ -105,9 +105,9 @@ class TwoCtaMmaWarp(MmaWarp):
     @cute.jit
     def issue_pv(self, kv_idx: cutlass.Int32, accumulate: cutlass.Constexpr[bool]):
         """O (+)= P V of a tile, once P is written in both CTAs and O rescaled."""
-        s_stage, v_stage = stage_of(kv_idx, TWO_CTA_S_STAGES), stage_of(kv_idx, self.config.stages)
+        s_stage, v_stage = stage_of(kv_idx, TWO_S_STAGES), stage_of(kv_idx, self.config.stages)
         self.wait_v(kv_idx)
-        cute.arch.mbarrier_wait(self.barriers.p_full + s_stage, phase_of(kv_idx, TWO_CTA_S_STAGES))
+        cute.arch.mbarrier_wait(self.barriers.p_full + s_stage, phase_of(kv_idx, TWO_S_STAGES))
         tmem.after_sync()
         tmem_P = cute.recast_ptr(self.tmem_ptr + tmem_offset_S(self.kernel, s_stage), dtype=self.kernel.dtype)
         tOrP, tOrV = cute.make_tensor(tmem_P, self.tOrP_layout), self.tOrV[None, None, None, v_stage]
