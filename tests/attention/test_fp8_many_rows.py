@@ -225,10 +225,11 @@ def test_every_schedule(arch: str, fp8_q: bool, index: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(len(SCHEDULES)))
 @pytest.mark.parametrize("fp8_q", [False, True], ids=["bf16", "e4m3"])
-def test_wide_heads(fp8_q: bool, index: int) -> None:
-    """SM90's of heads of 256: one CTA has all work tiles, whose packed heads fill a part of a tile."""
+@pytest.mark.parametrize("arch", ARCHS)
+def test_wide_heads(arch: str, fp8_q: bool, index: int) -> None:
+    """Heads of 256: one CTA has all work tiles, whose packed heads fill a part of a tile."""
     case = replace(RAGGED, q_lens=(8, 1, 5), kv_lens=(200, 150, 70), dim=256, fp8_q=fp8_q)
-    sm, problem = Sm("sm_90a"), case.problem()
+    sm, problem = Sm(arch), case.problem()
     config = sm.many_rows(case.spec)
     result, _ = sm.run(problem, config, index, sms=1)
     fp8_attention.judge(result, problem, sm.arithmetic(config))

@@ -166,6 +166,7 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
         ({"dequant_stages": 2}, "2 stages to dequantize: 0 are possible"),
         ({"direct_output": False}, "direct outputs"),
         ({"shared_s": True}, "go without two-CTA MMAs"),
+        ({"softmax_warpgroups": 1}, "late_p_keys must be 0"),
     ],
 )
 def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 import emulator
 from dsl_backend.attention.cute import fp8_queries
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-from dsl_backend.attention.cute.sm100 import dense_mma, fp8_kernel, fp8_softmax, query_warps
+from dsl_backend.attention.cute.sm100 import dense_mma, fp8_kernel, fp8_softmax, query_warps, two_s
 from dsl_backend.attention.cute.sm100.dense_host import Fp8Prefill
 from dsl_backend.attention.cute.sm100.fp8_configs import Fp8DenseConfig
 from dsl_backend.attention.cute.sm100.fp8_kernel import Fp8DenseForward
@@ -43,6 +43,10 @@ CASE = Case(
 )
 SOFTCAP = replace(CASE, softcap=5.0, window=(None, None), around=Surroundings())
 CONFIG = Fp8DenseConfig(tile_n=64, stages=2, query_stages=1, late_p_keys=32, ex2_emulation=0, rounded_sums=True)
+
+# Of values above 128: one CTA has work tiles of one key tile and of several.
+WIDE = replace(CASE, q_lens=(130, 3), kv_lens=(200, 90), dim=64, dim_v=160, window=(None, None), around=Surroundings())
+WIDE_CONFIG = replace(CONFIG, softmax_warpgroups=1, late_p_keys=0)
 
 MISTAKES = {
     query_warps.QueryWarps: (
@@ -89,10 +93,31 @@ MISTAKES = {
         ),
     ),
 }
+WIDE_MISTAKES = {
+    two_s.TwoSMmaWarp: (
+        ("every P V overwrites O", "self.pv_of_tile(tile, tile > kv_idx)", "self.pv_of_tile(tile, tile < kv_idx)"),
+        (
+            "P is multiplied before it is written",
+            "        cute.arch.mbarrier_wait(self.barriers.p_full + s_stage, phase_of(kv_idx, TWO_S_STAGES))\n",
+            "",
+        ),
+    ),
+    two_s.TwoSSoftmaxWarps: (
+        (
+            "S of the other stage",
+            "phase_of(s_idx, TWO_S_STAGES), tmem_offset_S(self.kernel, s_stage)",
+            "phase_of(s_idx, TWO_S_STAGES), tmem_offset_S(self.kernel, 1 - s_stage)",
+        ),
+    ),
+    two_s.TwoSCorrectionWarps: (
+        ("O is rescaled before P V of the tile before is done", "            self.wait_pv(kv_idx - 1)\n", ""),
+        ("O is stored before it is complete", "        self.wait_o(work_idx)\n", "        pass\n"),
+    ),
+}
 QUICK = ("scales of another work tile",)
 
 
-def run(case: Case, index: int) -> None:
+def run(case: Case, index: int, config: Fp8DenseConfig = CONFIG) -> None:
     """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
     class Fresh(Fp8Prefill):
@@ -101,19 +126,19 @@ def run(case: Case, index: int) -> None:
             return toolkit.compiled(Fp8DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
 
     def adjust(planner: Planner) -> None:
-        kernel = Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        kernel = Fresh(planner.spec, planner.target, scratch(), config)
         planner.short = planner.long = (*planner.long[:2], kernel)
 
     problem, target = case.problem(), replace(from_arch("sm_100a"), sm_count=1)
     with emulator.device(arch="sm_100a", sms=1, schedule=SCHEDULES[index], seed=index, strict=True):
         result = check.run(problem, NAME, adjust=adjust, target=target)
-    fp8_attention.judge(result, problem, arithmetic_of(CONFIG))
+    fp8_attention.judge(result, problem, arithmetic_of(config))
 
 
-def run_twice() -> None:
+def run_twice(case: Case = CASE, config: Fp8DenseConfig = CONFIG) -> None:
     """On the schedule that shows missing waits, and on the one that shows missing fences of copies done early."""
     for index in (1, 0):
-        run(CASE, index)
+        run(case, index, config)
 
 
 @pytest.mark.rest
@@ -137,3 +162,23 @@ def test_a_mistake_is_found(
     spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
     with pytest.raises((AssertionError, EmulatorError)):
         run_twice()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("index", range(len(SCHEDULES)))
+def test_wide_values_are_right_without_a_mistake(index: int) -> None:
+    run(WIDE, index, WIDE_CONFIG)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("right", "mistake"),
+    [pytest.param(right, mistake, id=mistake[0]) for right, mistakes in WIDE_MISTAKES.items() for mistake in mistakes],
+)
+def test_a_mistake_of_wide_values_is_found(
+    right: type, mistake: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[right.__module__]
+    spoil_methods(right, spoilt(Mistake(mistake[0], module, *mistake[1:]), tmp_path), monkeypatch)
+    with pytest.raises((AssertionError, EmulatorError)):
+        run_twice(WIDE, WIDE_CONFIG)
