@@ -115,7 +115,9 @@ def test_random_problem(problem: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("problem", range(20))
 def test_random_problem_of_wide_heads(problem: int) -> None:
-    layer, turn = test_sm90_fp8.LAYERS + problem % test_sm90_fp8.WIDE_LAYERS, problem // test_sm90_fp8.WIDE_LAYERS
+    # The last of SM90's wide layers, (160, 192), has no kernel for short queries here: its swizzles differ.
+    layers = test_sm90_fp8.WIDE_LAYERS - 1
+    layer, turn = test_sm90_fp8.LAYERS + problem % layers, problem // layers
     case = test_sm90_fp8.drawn(layer, turn)
     emulate(case, default_fp8_config(case.spec) if turn % 2 else config_of(case, layer + turn), layer + turn)
 

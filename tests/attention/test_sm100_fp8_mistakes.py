@@ -45,7 +45,7 @@ SOFTCAP = replace(CASE, softcap=5.0, window=(None, None), around=Surroundings())
 CONFIG = Fp8DenseConfig(tile_n=64, stages=2, query_stages=1, late_p_keys=32, ex2_emulation=0, rounded_sums=True)
 
 # Of values above 128: one CTA has work tiles of one key tile and of several.
-WIDE = replace(CASE, q_lens=(130, 3), kv_lens=(200, 90), dim=64, dim_v=160, window=(None, None), around=Surroundings())
+WIDE = replace(CASE, q_lens=(130, 3), kv_lens=(200, 90), dim=160, window=(None, None), around=Surroundings())
 WIDE_CONFIG = replace(CONFIG, softmax_warpgroups=1, late_p_keys=0)
 
 MISTAKES = {
