@@ -72,6 +72,15 @@ class Recorded:
         )
 
     @property
+    def kept(self) -> tuple[float, ...]:
+        """Of what the grid stores in each region the part that goes to HBM: L2 gathers parts of a sector, or repeats.
+
+        A store counts as the sectors that it touches, and HBM gets every byte of the region once.
+        """
+        each = zip(self.launch.regions, self.written, strict=True)
+        return tuple(min(1.0, region.bytes / written) if written else 1.0 for region, written in each)
+
+    @property
     def instructions(self) -> list[int]:
         """Of each cluster."""
         return [sum(entries.size for cta in one for entries, _ in cta) for one in self.classes]
@@ -389,7 +398,8 @@ def _alike(
     launches = [number % len(recorded.classes) for number in range(turns)]
     constants = chip.of_replay(active)
     replayed = replay(
-        table, recorded.classes, launches, constants, missing, slots=slots, shortest=shortest, before_ends=before_ends,
+        table, recorded.classes, launches, constants, missing, recorded.kept, slots=slots, shortest=shortest,
+        before_ends=before_ends,
     )  # fmt: skip
     released = int(replayed.releases.max())
     left = layout.per_group - turns
@@ -424,8 +434,8 @@ def _different(
 
     def replayed(number: int, flags_from: int, known_from: int) -> Replayed:
         return replay(
-            table, recorded.classes, [number] * slots, constants, missing, slots=slots, shortest=shortest, flags=flags,
-            flags_from=flags_from, before_ends=known_from,
+            table, recorded.classes, [number] * slots, constants, missing, recorded.kept, slots=slots,
+            shortest=shortest, flags=flags, flags_from=flags_from, before_ends=known_from,
         )  # fmt: skip
 
     def replays(known_from: int) -> list[Replayed]:

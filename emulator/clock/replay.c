@@ -126,7 +126,8 @@ static double global_memory(Sim *s, Cta *cta, double from, s64 region, double by
     done = MAX(done, serve(&sm->l2, from, bytes / constant(s, C_L2_BYTES)));
     busy(s, cta, L2_PORT, from, bytes / constant(s, C_PORT_BYTES), index);
     if (stores) {
-        double cycles = constant(s, C_STORE_COST) * bytes / constant(s, C_HBM_BYTES);
+        const double kept = region < 0 ? 1 : s->p->kept[region];
+        double cycles = constant(s, C_STORE_COST) * kept * bytes / constant(s, C_HBM_BYTES);
         serve(&sm->hbm, from, cycles);
         busy(s, cta, HBM, from, cycles, index);
         return done;

@@ -78,6 +78,7 @@ typedef struct {
     const Trace *traces;  // [class][member][warp]
     const u32 *launches;  // class of each cluster, in the order in which they start
     const double *missing;  // of each region, the part of its bytes that comes from HBM
+    const double *kept;  // of each region, the part of the stored bytes that goes to HBM
     u64 *ends;  // [launches]
     u64 *releases;  // [launches] when each of its CTAs has let the next launch start, or has ended
     u64 *stalls;  // [members * warps][instructions][REASONS] cycles

@@ -34,7 +34,7 @@ SEGMENT = np.dtype(
 TRACE = np.dtype([("entries", "u8"), ("events", "u8"), ("count", "u8"), ("event_count", "u8")])
 MOST_SEGMENTS = 1 << 18
 POINTERS = (
-    "constants", "instrs", "rows", "traces", "launches", "missing", "ends", "releases", "stalls", "engines",
+    "constants", "instrs", "rows", "traces", "launches", "missing", "kept", "ends", "releases", "stalls", "engines",
     "segments", "stamps", "flags",
 )  # fmt: skip
 SIZES = ("segment_count", "segment_room", "shortest", "flags_from", "before_ends")
@@ -115,6 +115,7 @@ def replay(
     launches: Sequence[int],
     constants: NDArray[np.float64],
     missing: Sequence[float],
+    kept: Sequence[float],
     *,
     slots: int,
     shortest: int = 1 << 62,
@@ -128,6 +129,7 @@ def replay(
         classes: traces: [class][CTA of the cluster][warp].
         launches: the class of each cluster, in the order in which they start.
         missing: of each region, the part of its bytes that comes from HBM.
+        kept: of each region, the part of the stored bytes that goes to HBM.
         slots: clusters that run at the same time on the same SMs.
         shortest: waits of fewer cycles are kept in no segment.
         flags: instructions that load a flag which another CTA sets.
@@ -151,6 +153,7 @@ def replay(
         "traces": traces,
         "launches": np.array(launches, np.uint32),
         "missing": np.array([*missing, 0.0]),
+        "kept": np.array([*kept, 0.0]),
         "ends": np.zeros(len(launches), np.uint64),
         "releases": np.zeros(len(launches), np.uint64),
         "stalls": np.zeros((members * warps, len(table.instrs), len(REASONS)), np.uint64),
@@ -168,6 +171,6 @@ def replay(
     cycles = library().clock_replay(ctypes.addressof(problem))
     if not cycles:
         raise Stuck("the replay of the kernel does not come to an end: what its warps wait for is in no trace")
-    kept = arrays["segments"][: problem.segment_count].copy()
+    segments = arrays["segments"][: problem.segment_count].copy()
     ends, releases, stalls, engines = (arrays[name] for name in ("ends", "releases", "stalls", "engines"))
-    return Replayed(cycles, ends, releases, stalls, engines, kept, arrays["stamps"])
+    return Replayed(cycles, ends, releases, stalls, engines, segments, arrays["stamps"])

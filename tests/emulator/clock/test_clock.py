@@ -9,6 +9,7 @@ from ptx_kernels import text
 
 from emulator.clock import grid, picture, report, timeline
 from emulator.clock.chips import CHIPS, chip_of
+from emulator.clock.constants import NAMES
 from emulator.clock.machine import ClockMachine, place_of, stream_of, time_of
 from emulator.clock.replay import REASONS
 from emulator.clock.spins import INDEX, NOT_TAKEN, last_turns, spins_of
@@ -198,6 +199,21 @@ def test_a_tensor_that_is_read_twice_comes_from_hbm_once():
     cycles = [time_of(time.recorded, CHIP.with_values(hbm_latency=value)).cycles for value in (600, 700)]
     # Nobody waits for the last one.
     assert cycles[1] - cycles[0] in (31 * 100, 32 * 100)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("u16", 2), ("u32", 4), ("v4.u32", 16)])
+def test_what_is_stored_in_parts_of_sectors_goes_to_hbm_once(kind, size):
+    """Each lane stores its 64 bytes one part after the other, so that each store touches 32 sectors."""
+    data = np.zeros(32 * 64 + 32, np.uint8)
+    data = data[-data.ctypes.data % 32 :][: 32 * 64]
+    value = "{%r1, %r1, %r1, %r1}" if kind.startswith("v4") else "%r1"
+    stores = "\n".join(f"st.global.{kind} [%rd0+{at}], {value};" for at in range(0, 64, size))
+    place = "ld.param.b64 %rd0, [p0];\nmov.u32 %r1, %tid.x;\nmul.wide.u32 %rd1, %r1, 64;\nadd.s64 %rd0, %rd0, %rd1;"
+    time = clocked(f"{place}\n{stores}", data)
+    assert time.recorded.written == [64 // size * 32 * 32]
+    constants = CHIP.of_replay(1)
+    busy = report.utilisation(time)["HBM"] * time.cycles
+    assert busy == pytest.approx(CHIP["store_cost"] * data.nbytes / constants[NAMES.index("hbm_bytes")])
 
 
 def test_a_launch_finds_in_l2_what_the_one_before_it_touched():
