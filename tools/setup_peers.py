@@ -32,12 +32,33 @@ PINS = ("flash-attn-4==4.0.0b20", "quack-kernels==0.6.3", "einops==0.8.2", "torc
 STAMP = ".set-up"
 # v4.6.0 of NVIDIA/cutlass, whose examples are for the CuTe DSL that is installed, and the digest of those below.
 CUTLASS_COMMIT = "e6233cbac5d7c7a865c19c91cd684ceece19513c"
-CUTLASS_DIGEST = "295d3fac8f4aba9a2398721dbf788bf07ae9e589bcbcfe1ffaf8ddac996fe13b"
+CUTLASS_DIGEST = "937685a2130946b6f8cec5818c2b456498d625e0e63d9d6d9430253e06418503"
 CUTLASS_FOLDER = "examples/python/CuTeDSL"
 EXAMPLES = (
     *(f"cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_{step}.py" for step in ("0", "1", "2", "3", "3_1", "4", "5")),
-    "cute/blackwell/kernel/dense_gemm/dense_gemm_persistent.py",
-    "cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent.py",
+    *(f"cute/blackwell/tutorial/tutorial_gemm/{name}.py" for name in ("nvfp4_gemm_0", "nvfp4_gemm_1", "utils")),
+    *(f"cute/blackwell/tutorial/tutorial_tma/tma_v{step}.py" for step in range(3)),
+    *(
+        f"cute/blackwell/kernel/dense_gemm/dense_gemm{kind}.py"
+        for kind in (
+            "",
+            "_alpha_beta_persistent",
+            "_persistent",
+            "_persistent_dynamic",
+            "_persistent_prefetch",
+            "_software_pipeline",
+        )
+    ),
+    *(
+        f"cute/blackwell/kernel/blockscaled_gemm/dense_blockscaled_gemm_persistent{kind}.py"
+        for kind in ("", "_amax", "_prefetch")
+    ),
+    *(
+        f"cute/blackwell/kernel/blockwise_gemm/{name}.py"
+        for name in ("blockwise_gemm", "contiguous_grouped_gemm", "masked_grouped_gemm")
+    ),
+    "cute/blackwell/kernel/reduce/reduce.py",
+    "cute/blackwell/kernel/rmsnorm/rmsnorm.py",
     "cute/blackwell/kernel/attention/fmha/fmha.py",
     "cute/blackwell/kernel/attention/mla/mla_decode_fp8.py",
     "cute/blackwell/kernel/attention/mla/mla_helpers.py",
@@ -48,6 +69,7 @@ EXAMPLES = (
     "cute/blackwell/kernel/grouped_gemm/grouped_gemm.py",
     *(f"cute/blackwell/kernel/mixed_input_gemm/mixed_input_{part}.py" for part in ("gemm", "host_utils")),
     *(f"cute/hopper/kernel/dense_gemm/dense_gemm{kind}.py" for kind in ("", "_persistent", "_fp8_2xacc")),
+    "cute/hopper/kernel/cta_norm/cta_norm.py",
     "cute/hopper/kernel/grouped_gemm/grouped_gemm.py",
     "cute/hopper/kernel/attention/fmha.py",
     "helpers/__init__.py",

@@ -5,6 +5,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,19 +65,24 @@ def scales_of(rows: int, k: int, block: int, dtype: torch.dtype) -> torch.Tensor
     return torch.exp2(exponents.float()).to(dtype)
 
 
-def block_scaled(m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int], block: int) -> Problem:
-    """Blocks of 16: e2m1 with scales in e4m3, NVFP4; of 32: e4m3 with scales in e8m0, MXFP8."""
+def scaled_by_pointers(
+    m: int, n: int, k: int, block: int, dtype: torch.dtype, run: Callable[[tuple[Any, ...]], None]
+) -> Problem:
+    """Blocks of 16: e2m1 with scales in e4m3, NVFP4; of 32: e4m3 with scales in e8m0, MXFP8.
+
+    Args:
+        dtype: of the output.
+        run: launches with pointers to A, B, their scales and the output.
+    """
     import cutlass
     from cutlass import cute
-    from cutlass.cute.nvgpu import OperandMajorMode
     from cutlass.cute.runtime import make_ptr
-    from cutlass.utils import LayoutEnum
 
-    module = example(f"{KERNELS}/blockscaled_gemm/dense_blockscaled_gemm_persistent.py")
     narrow = block == 16
     scale_dtype = torch.float8_e4m3fn if narrow else torch.float8_e8m0fnu
     element: Any = cutlass.Float4E2M1FN if narrow else cutlass.Float8E4M3FN
     scale: Any = cutlass.Float8E4M3FN if narrow else cutlass.Float8E8M0FNU
+    result: Any = cutlass.BFloat16 if dtype == BF16 else cutlass.Float16
 
     def operand(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values as the kernel has them, scales, and their product in float64."""
@@ -90,7 +96,6 @@ def block_scaled(m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[i
             values = stored.float()
         return stored, scales, values.double() * scales.double().repeat_interleave(block, 1)
 
-    kernel = Once(module.Sm100BlockScaledPersistentDenseGemmKernel(block, tile, cluster), (5, 7))
     a, a_scales, left = operand(m)
     b, b_scales, right = operand(n)
 
@@ -100,22 +105,36 @@ def block_scaled(m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[i
     def call(
         a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        out = torch.full((m, n), torch.nan, dtype=BF16, device=a.device)
+        out = torch.full((m, n), torch.nan, dtype=dtype, device=a.device)
         by_address(a, b, a_scales, b_scales, out)
         pointers = (
             pointer(element, a, 16),
             pointer(element, b, 16),
             pointer(scale, a_scales, 32),
             pointer(scale, b_scales, 32),
-            pointer(cutlass.BFloat16, out, 16),
+            pointer(result, out, 16),
         )
-        layouts = (OperandMajorMode.K, OperandMajorMode.K, LayoutEnum.ROW_MAJOR)
-        kernel(*pointers, layouts, (m, n, k, 1), SMS // (cluster[0] * cluster[1]), stream())
+        run(pointers)
         return {"out": out}
 
     exact = left @ right.mT
     inputs = {"a": a, "b": b, "a_scales": blocked(a_scales), "b_scales": blocked(b_scales)}
-    return Problem(call, inputs, {"out": Expected(exact, (left.float() @ right.float().mT).to(BF16))})
+    return Problem(call, inputs, {"out": Expected(exact, (left.float() @ right.float().mT).to(dtype))})
+
+
+def block_scaled(m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int], block: int) -> Problem:
+    """The persistent product with scales for blocks."""
+    from cutlass.cute.nvgpu import OperandMajorMode
+    from cutlass.utils import LayoutEnum
+
+    module = example(f"{KERNELS}/blockscaled_gemm/dense_blockscaled_gemm_persistent.py")
+    kernel = Once(module.Sm100BlockScaledPersistentDenseGemmKernel(block, tile, cluster), (5, 7))
+    layouts = (OperandMajorMode.K, OperandMajorMode.K, LayoutEnum.ROW_MAJOR)
+
+    def run(pointers: tuple[Any, ...]) -> None:
+        kernel(*pointers, layouts, (m, n, k, 1), SMS // (cluster[0] * cluster[1]), stream())
+
+    return scaled_by_pointers(m, n, k, block, BF16, run)
 
 
 @CUTLASS.case(SM100)

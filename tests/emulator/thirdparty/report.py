@@ -46,7 +46,9 @@ LEFT_OUT = """
   none for SM90 (`SplitKV not supported on SM 9.0`). The kernel that combines splits is covered.
 - fp8 attention on SM90: FlashAttention-4 has it for SM100 alone.
 - im2col, sparse matrices and several GPUs: the emulator refuses them by name.
-- Of CUTLASS's examples, those that are not in the table.
+- Of CUTLASS's examples, those that are not in the table: Ampere's and SM120's, those for several GPUs, of experts, of
+  the EFC, of attention with operands of two types, attention's backward pass, MLA, `fp16_gemm_6`, SM103's scaled
+  products, and grouped products with scales or operands of two types.
 
 ## Questions about CUTLASS's examples
 
