@@ -124,6 +124,9 @@ ON_SUPERCHIPS = tuple(
     for chip in ("GB200", "GB300")
     for row, samples, figures in SUPERCHIPS
 )
+# FlashAttention-4's dedicated kernel for heads of 256, as vLLM's fork of the package had it before that pull request.
+FLASH_VLLM_183 = "vllm-project/flash-attention #183"
+ON_B300 = (Measured("flash", "hd256-h8-16x1k-causal", 112, 8, chip="B300", source=FLASH_VLLM_183),)
 # Kernels of others for Hopper. Causal rows have CTAs of many lengths, so more of them are simulated.
 ON_HOPPER = (
     ("flash", "hd128-h16-16x1k", 1),
@@ -175,7 +178,7 @@ def on_hopper(path: Path = PEERS_ON_HOPPER) -> tuple[Measured, ...]:
     )
 
 
-ROWS = MEASURED + on_hopper() + PUBLISHED + ON_SUPERCHIPS
+ROWS = MEASURED + on_hopper() + PUBLISHED + ON_SUPERCHIPS + ON_B300
 # Nobody published these: for `--beside` alone.
 UNTIMED = tuple(
     Measured(operator, row, 0.0, samples, chip="B200", source="nobody")

@@ -53,7 +53,7 @@ LEFT_OUT = """
 ## Questions about CUTLASS's examples
 
 What the emulator found in examples that are not cases here, or what it only warns of, and may be a mistake of theirs.
-Paths are below `examples/python/CuTeDSL`, lines those of v4.7.0; CuTe DSL 4.8.0 compiled them.
+Paths are below `examples/python/CuTeDSL`, lines those of v4.7.0 unless said; CuTe DSL 4.8.0 compiled those.
 
 - `experimental/primitives/mapa.py:131-144`: a CTA signals the next one of the ring (131), waits until the one before it
   has signalled (136), and reads the data of the next one (144). What orders that read behind the write that it reads?
@@ -70,6 +70,9 @@ Paths are below `examples/python/CuTeDSL`, lines those of v4.7.0; CuTe DSL 4.8.0
 - `experimental/primitives/reduction/cluster_tmem_reduce.py:275` and `:307`: other CTAs read shared memory behind a
   relaxed arrival at the cluster's barrier, in front of which there is no fence of the cluster's scope. Is `bar.sync`
   meant to be one?
+- `cute/blackwell/kernel/blockwise_gemm/masked_grouped_gemm.py:1021`: the warp that looks for the next tile reads
+  `gidx_mapping` of a tile before it knows whether there is such a tile. Behind the last one that is an element past the
+  tensor's end. Should `is_valid_tile` be asked first? (v4.6.0. The case gives the tensor an element more.)
 
 ## Attention in fp8
 
