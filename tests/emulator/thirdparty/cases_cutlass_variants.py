@@ -24,17 +24,17 @@ BLOCK = 128
 # --- products ---
 
 
-def dense(file: str, m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int], **how: Any) -> Problem:
+def dense(file: str, m: int, n: int, k: int, tile: tuple[int, int], cluster: tuple[int, int], **how: bool) -> Problem:
     """A product that is not persistent, or whose tiles are handed out by cluster launch control.
 
     Args:
-        how: `pairs` of CTAs multiply together, `tma_store`, and `more` of the kernel's options.
+        how: `pairs` of CTAs multiply together, and `tma_store`.
     """
     import cutlass
 
     module = example(f"{DENSE}/{file}.py")
     (name,) = {"DenseGemmKernel", "PersistentDenseGemmKernel"} & vars(module).keys()
-    made = getattr(module, name)(cutlass.Float32, how["pairs"], tile, cluster, how["tma_store"], **how.get("more", {}))
+    made = getattr(module, name)(cutlass.Float32, how["pairs"], tile, cluster, how["tma_store"])
     kernel = Once(made, ())
     return product(m, n, k, BF16, lambda a, b, c: kernel(*matrices(a, b, c), stream()))
 
@@ -61,13 +61,6 @@ def cutlass_software_pipeline(arch: str) -> Problem:
 def cutlass_dynamic(arch: str) -> Problem:
     """Tiles are handed out by cluster launch control."""
     return dense("dense_gemm_persistent_dynamic", 512, 384, 192, (128, 128), (1, 1), pairs=False, tma_store=True)
-
-
-@CUTLASS.case(SM100)
-def cutlass_dynamic_split(arch: str) -> Problem:
-    """Two CTAs of a cluster share a tile's k; each adds the other one's half of the sums to its own."""
-    sizes, more = (256, 256, 512), {"split_k": 2}
-    return dense("dense_gemm_persistent_dynamic", *sizes, (128, 128), (1, 1), pairs=False, tma_store=False, more=more)
 
 
 @CUTLASS.case(SM100)
@@ -258,17 +251,6 @@ def cutlass_blockwise_contiguous(arch: str) -> Problem:
 
     name = "BlockwiseContiguousGroupedGemmKernel"
     return blockwise("contiguous_grouped_gemm", name, (128, 256, 128), groups, room=0)
-
-
-@CUTLASS.case(SM100)
-def cutlass_blockwise_masked(arch: str) -> Problem:
-    """Three groups of up to 256 rows, of which 16, 256 and 1 count."""
-
-    def counts(rows: tuple[int, ...]) -> torch.Tensor:
-        # Behind the last tile the kernel asks for the rows of a group that there is not (masked_grouped_gemm.py:1021).
-        return torch.tensor((*rows, 0), dtype=torch.int32)
-
-    return blockwise("masked_grouped_gemm", "BlockwiseMaskedGroupedGemmKernel", (16, 256, 1), counts, room=256)
 
 
 # --- copies ---

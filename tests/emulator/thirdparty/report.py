@@ -72,7 +72,7 @@ Paths are below `examples/python/CuTeDSL`, lines those of v4.7.0 unless said; Cu
   meant to be one?
 - `cute/blackwell/kernel/blockwise_gemm/masked_grouped_gemm.py:1021`: the warp that looks for the next tile reads
   `gidx_mapping` of a tile before it knows whether there is such a tile. Behind the last one that is an element past the
-  tensor's end. Should `is_valid_tile` be asked first? (v4.6.0. The case gives the tensor an element more.)
+  tensor's end. Should `is_valid_tile` be asked first? (v4.6.0)
 
 ## Attention in fp8
 
