@@ -185,14 +185,13 @@ def cutlass_mxfp8_prefetch(arch: str) -> Problem:
 
 
 def blockwise(
-    file: str, name: str, rows: tuple[int, ...], place: Callable[[tuple[int, ...]], torch.Tensor] | None, *, room: int
+    file: str, name: str, rows: tuple[int, ...], place: Callable[[tuple[int, ...]], torch.Tensor] | None
 ) -> Problem:
     """e4m3 with a scale for each row of A and each 128 x 128 of B, by 128 of k.
 
     Args:
         rows: of A, of each group.
         place: what says which rows are whose; None: there is one group, and the kernel is not told.
-        room: rows of a group in A and the output; 0: groups follow each other.
     """
     import cutlass
     from cutlass.cute.runtime import from_dlpack
@@ -200,11 +199,11 @@ def blockwise(
     n, k = 256, 384
     module = example(f"{KERNELS}/blockwise_gemm/{file}.py")
     kernel = Once(getattr(module, name)(cutlass.Float32, False, (128, 128), (1, 1)), (5 if place is None else 6,))
-    batches, held = (len(rows), room) if room else (1, sum(rows))
-    a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((batches, held, k), (len(rows), n, k)))
+    held = sum(rows)
+    a, b = (normal(*shape).to(torch.float8_e4m3fn) for shape in ((1, held, k), (len(rows), n, k)))
     a_scales, b_scales = (
         torch.exp2(torch.randint(-3, 4, shape).float())
-        for shape in ((batches, k // BLOCK, held), (len(rows), n // BLOCK, k // BLOCK))
+        for shape in ((1, k // BLOCK, held), (len(rows), n // BLOCK, k // BLOCK))
     )
     inputs = {"a": a, "b": b, "a_scales": a_scales, "b_scales": b_scales}
     if place is not None:
@@ -218,20 +217,18 @@ def blockwise(
         return made.mark_layout_dynamic(leading_dim=leading)
 
     def call(**given: torch.Tensor) -> dict[str, torch.Tensor]:
-        out = torch.full((batches, held, n), torch.nan, dtype=BF16, device=given["a"].device)
+        out = torch.full((1, held, n), torch.nan, dtype=BF16, device=given["a"].device)
         operands = view(given["a"], 1), view(given["b"], 1), view(out, 1)
         scales = view(given["a_scales"], 0, (2, 1, 0)), view(given["b_scales"], 1)
         groups = [] if place is None else [from_dlpack(given["place"]).mark_layout_dynamic()]
         kernel(*operands, *scales, *groups, SMS, stream())
-        parts = [one[:count] for one, count in zip(out, rows, strict=True)] if room else out[0].split(rows)
-        return {f"out{group}": part for group, part in enumerate(parts)}
+        return {f"out{group}": part for group, part in enumerate(out[0].split(rows))}
 
     left = a.double() * a_scales.double().mT.repeat_interleave(BLOCK, 2)
     right = b.double() * b_scales.double().repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
-    lefts = [one[:count] for one, count in zip(left, rows, strict=True)] if room else left[0].split(rows)
     expected = {
         f"out{group}": Expected(x @ y.mT, (x.float() @ y.float().mT).to(BF16))
-        for group, (x, y) in enumerate(zip(lefts, right, strict=True))
+        for group, (x, y) in enumerate(zip(left[0].split(rows), right, strict=True))
     }
     return Problem(call, inputs, expected)
 
@@ -239,7 +236,7 @@ def blockwise(
 @CUTLASS.case(SM100)
 def cutlass_blockwise(arch: str) -> Problem:
     """e4m3 with a scale for each row and 128 of k; four warps add scaled sums up in registers."""
-    return blockwise("blockwise_gemm", "BlockwiseGemmKernel", (256,), None, room=0)
+    return blockwise("blockwise_gemm", "BlockwiseGemmKernel", (256,), None)
 
 
 @CUTLASS.case(SM100)
@@ -250,7 +247,7 @@ def cutlass_blockwise_contiguous(arch: str) -> Problem:
         return torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(rows))
 
     name = "BlockwiseContiguousGroupedGemmKernel"
-    return blockwise("contiguous_grouped_gemm", name, (128, 256, 128), groups, room=0)
+    return blockwise("contiguous_grouped_gemm", name, (128, 256, 128), groups)
 
 
 # --- copies ---
