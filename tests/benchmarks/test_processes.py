@@ -46,9 +46,9 @@ def test_first_ephemeral_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, t
 
 def test_sigterm_ends_what_a_process_started() -> None:
     """Without `exit_on_sigterm` the parent ends at once, and the child sleeps on."""
-    child = "import signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); time.sleep(60)"
+    child = "import time; time.sleep(60)"
     parent = f"""
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from benchmarks.processes import exit_on_sigterm, stop_group
 exit_on_sigterm()
 process = subprocess.Popen([sys.executable, "-c", {child!r}], preexec_fn=os.setpgrp)
@@ -56,7 +56,7 @@ try:
     print(process.pid, flush=True)
     time.sleep(60)
 finally:
-    stop_group(process)
+    stop_group(process, signal.SIGTERM)  # SIGINT is ignored where a shell started the tests in the background
 """
     command = [sys.executable, "-c", parent]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=processes.ROOT, text=True) as process:
