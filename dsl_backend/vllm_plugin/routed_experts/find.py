@@ -123,7 +123,7 @@ def judged(layer: Any, vllm_config: Any, target: Target) -> Service | str:
         named = " or ".join(map(repr, names))
         return f"{spec.weight} needs experts_kernel {named}: these kernels have not run on a GPU"
     if spec.weight == MXFP4 and kernel is None and target.kernel_arch == "sm90":
-        return f"{spec.weight} needs experts_kernel {WEIGHT_ONLY_KERNEL!r}: not all of these kernels have run on a GPU"
+        return f"{spec.weight} needs experts_kernel {WEIGHT_ONLY_KERNEL!r}: these kernels are slow for many tokens"
     dispatch.choose(spec, target, kernel)
     service = Service(spec, kernels, kernel=kernel)
     return service if served_by is ServedBy.DSL else measured(service, method, target)
