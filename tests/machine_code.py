@@ -410,8 +410,9 @@ def sampling_kernels(arch: str, spec: SamplingSpec) -> Iterator[Made]:
     # With top-p alone: bounds of lanes, and a second launch.
     named = candidates.named(spec, target, 1024, vector, top_p_alone=True)
     configs += [one for name, one in named.items() if name == FINISHING]
-    for config in configs:
-        yield Made(config, partial(host.build, host.key_of(spec, config), target), config.smem_bytes)
+    # Configurations with the same key have one kernel, which is compiled once.
+    for key, config in {host.key_of(spec, config): config for config in configs}.items():
+        yield Made(config, partial(host.build, key, target), config.smem_bytes)
 
 
 def rope_subjects() -> Iterator[Subject]:
