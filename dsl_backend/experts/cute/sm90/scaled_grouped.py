@@ -159,7 +159,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     self.pass_stages(pipeline, tile * k_tiles, 0, k_tiles, thread)
                     pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
             if cutlass.const_expr(self.quantises):
-                late, of_group = fence_register(thread), self.work_tile(params, schedule, i * self.group_tiles)
+                late, of_group = fence_register(thread), replace(work, n_tile=work.n_tile - (self.group_tiles - 1))
                 self.quantised_epilogue(params, held, sOut, of_group, first, group, late)
 
     @cute.jit
