@@ -216,6 +216,13 @@ STEPS = (
         )
         for kind, scales in (("channels", "scales of channels"), ("blocks", "blocks of 128x128"))
     ),
+    engine(
+        "fp8-channels-norms",
+        "llama-8b-fp8-channels",
+        "the same with norms that quantise for our projections",
+        f"{ONE_TO_256},prefill",
+        served=("scaled_linears", "norms"),
+    ),
     engine("experts-engine", "qwen3-30b-a3b-12", "tokens/s with our experts", served=("experts",)),
     # Operators.
     bench(
@@ -352,7 +359,7 @@ STEPS = (
     ),
     bench(
         "e4m3-heads",
-        "prefill --rows '^(e4m3-heads|fp8-hd128)' --peers FA3,e4m3 --seconds 0.1",
+        "prefill --rows '^(e4m3-heads|fp8-hd128)' --peers FA3,e4m3,cuDNN --seconds 0.1",
         30,
         110,
         "fp8 caches with every size of head, products in 16 and in 8 bits",
@@ -468,6 +475,13 @@ STEPS = (
         "random layers of experts against the reference",
     ),
     module(
+        "scaled-problems",
+        "dsl_backend.cli verify --families scaled_linear --kernels cute-sm90 --problems 500 --no-times --json {json}",
+        60,
+        500,
+        "random 8-bit linear layers against the reference",
+    ),
+    module(
         "experts-formats",
         "dsl_backend.cli verify --families scaled_experts,weight_only_experts --problems 20 --no-times --json {json}",
         60,
@@ -491,6 +505,13 @@ STEPS = (
     ),
     module("scaled-sweep", "benchmarks.scaled_linear.sweep --json {json}", 120, 400, "configurations of fp8 layers"),
     module("linear-sweep", "benchmarks.linear.sweep --json {json}", 120, 400, "configurations of gate and up"),
+    module(
+        "fp8-errors",
+        "benchmarks.attention.fp8_errors",
+        20,
+        120,
+        "errors of e4m3 products beside FA3's, over random, outlier-heavy and long inputs",
+    ),
     module("clock", "emulator.clock.measure", 20, 60, "constants of the emulator's clock, on this chip"),
     bench("dsls", "dsls --seconds 0.1", 120, 330, "DSLs compared: operators, launches, compile times"),
     bench(
@@ -560,7 +581,8 @@ PLANS = {
     ),
     "checked": ("racecheck=400 memcheck=400 invariance=300 host-tests=200 cells-dsls=150 host=240 dsls-others=150"),
     "seventh": (
-        "drafts-ngram=195 qwen3-4b=150 fp8-cache=160 fp8-cache-products=160 norm-exact=45 w4a16=70 norm-fp8=35 top-p=50"
+        "drafts-ngram=195 qwen3-4b=150 fp8-cache=160 fp8-cache-products=160 norm-exact=45 w4a16=70 norm-fp8=35 "
+        "top-p=50 scaled-problems=340 fp8-channels-norms=330 fp8-errors=100"
     ),
 }
 
