@@ -377,8 +377,7 @@ def experts_kernels(arch: str, spec: ExpertsSpec) -> Iterator[Made]:
         return
     configs: tuple[scaled_configs.Config, ...] = scaled_configs.candidates(spec, target)
     if arch == "sm_90a":
-        widest = scaled_configs.wide(spec, target)
-        configs = (*configs, *scaled_configs.few(spec, target), *(() if widest is None else (widest,)))
+        configs = (*configs, *scaled_configs.few(spec, target))
     for config in configs:
         key = scaled_host.key_of(spec, config)
         yield Made((key.first, key.second), partial(scaled_host.build, key, target))

@@ -233,14 +233,6 @@ STEPS = (
         "e4m3 experts beside DeepGEMM",
     ),
     bench(
-        "experts-fp8-wide",
-        "experts --rows '^fp8.*-(2048|8192)$' --kernels cute-scaled,cute-scaled-wide --peers 'vLLM DeepGEMM' "
-        "--seconds 0.1",
-        60,
-        200,
-        "e4m3 experts for many tokens: tiles of 128 x 128 beside wide ones, which have not run on a GPU",
-    ),
-    bench(
         "experts-fp8-few",
         "experts --rows '^fp8.*-(1|8|32|64)$' --kernels cute-scaled,cute-scaled-decode --peers 'vLLM Triton'",
         60,
@@ -550,7 +542,7 @@ STEPS = (
 PLANS = {
     "four-gpus": (
         "tensor-parallel=300 profile=270 cells=250 qwen3-0.6b=150 drafts-model=210 e4m3-heads=150 "
-        "verification-ratio=70 e4m3-mla=130 short-queries=70 experts-fp8-wide=95"
+        "verification-ratio=70 e4m3-mla=130 short-queries=70"
     ),
     "second": (
         "experts-flashinfer=530 sampling-flashinfer=430 held-out-new=220 held-out-attention=160 held-out-others=150 "

@@ -15,7 +15,7 @@ OPERATION = "experts"
 # Elements in 16 bytes.
 VECTOR = 8
 # Bytes that rows of x, weights and out start at multiples of, by kernel; others take any.
-SCALED = ("cute-scaled", "cute-scaled-decode", "cute-scaled-wide", "cute-scaled-sm100", "cute-block-scaled")
+SCALED = ("cute-scaled", "cute-scaled-decode", "cute-scaled-sm100", "cute-block-scaled")
 ALIGNMENT = {
     "cute": 16,
     **dict.fromkeys((*SCALED, "cute-weight-only"), 16),
@@ -67,11 +67,6 @@ def cute_scaled_decode(spec: ExpertsSpec, target: Target) -> list[str]:
     return target.arch_objections("sm90") or [*toolkit.missing(), *scaled_configs.decode_objections(spec, target)]
 
 
-def cute_scaled_wide(spec: ExpertsSpec, target: Target) -> list[str]:
-    """The same with wide tiles for experts with many rows, which have not run on a GPU."""
-    return target.arch_objections("sm90") or [*toolkit.missing(), *scaled_configs.wide_objections(spec, target)]
-
-
 def cute_scaled_sm100(spec: ExpertsSpec, target: Target) -> list[str]:
     """The same of SM100's, which have not run on a GPU."""
     return target.arch_objections("sm100") or [*toolkit.missing(), *scaled_configs.objections(spec, target)]
@@ -117,13 +112,6 @@ TABLE = (
         "experts e4m3 decode sm90",
         "dsl_backend.experts.cute.scaled_host:bind_decode",
         cute_scaled_decode,
-        by_name=True,
-    ),
-    Entry(
-        "cute-scaled-wide",
-        "experts e4m3 wide tiles sm90",
-        "dsl_backend.experts.cute.scaled_host:bind_wide",
-        cute_scaled_wide,
         by_name=True,
     ),
     Entry(

@@ -155,11 +155,9 @@ def precompile_specs_of(spec: ExpertsSpec, target: Target, kernel: str | None = 
         for few in weight_only_configs.candidates(spec, target):
             yield PrecompileSpec("experts", weight_only_host.build, weight_only_host.key_of(spec, few), target)
     elif name in dispatch.SCALED:
-        of_name = {
-            "cute-scaled-decode": scaled_configs.decode_candidates,
-            "cute-scaled-wide": scaled_configs.wide_candidates,
-        }
-        for scaled_config in of_name.get(name, scaled_configs.candidates)(spec, target):
+        for_few = name == "cute-scaled-decode"
+        found = (scaled_configs.decode_candidates if for_few else scaled_configs.candidates)(spec, target)
+        for scaled_config in found:
             yield PrecompileSpec("experts", scaled_host.build, scaled_host.key_of(spec, scaled_config), target)
     else:
         kind = next((one for one in Kind if name == f"cute-{one.value}"), None)

@@ -174,13 +174,8 @@ def sm100_candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsCo
 
 
 @cache
-def candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
-    """The kernels of a layer for any number of tokens; what is compiled before serving. None where nothing fits.
-
-    Those of many rows first, then those whose consumers work side by side, and on SM100 those of fewer columns.
-    """
-    if target.kernel_arch == "sm100":
-        return sm100_candidates(spec, target)
+def by_height(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
+    """SM90's kernels whose tiles have BOXES: those of 128 rows, then those of 64. None where nothing fits."""
     found = []
     for kind in (ScaledGemmConfig, SideBySideConfig):
         first, second = (fitting(kind, gemm, spec, target) for gemm in products(spec, True))
@@ -188,25 +183,6 @@ def candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, 
             config = ScaledExpertsConfig(first=first[0], second=second[0], beside=True, prefetches=True, trims=True)
             found.append(config)
     return tuple(found)
-
-
-def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfig:
-    """The kernels for so many tokens, of the candidates.
-
-    Side by side where experts have few rows, unless the wider tiles are too few for the SMs: one token of Qwen3-30B-A3B
-    has 48 and took 1.1 times as long with them on an H200, one of an eighth of DeepSeek-V3 has 128 and took 0.98.
-    """
-    assert spec.weight is not None
-    tall, *others = candidates(spec, target.sparing(0))
-    if target.kernel_arch == "sm100":
-        # The widest that give most SMs a tile.
-        filling = (one for one in (tall, *others) if 4 * one.ctas(spec, tokens, target)[1] >= 3 * target.used_sms)
-        return next(filling, others[-1] if others else tall)
-    few = tokens * spec.topk <= SIDE_BY_SIDE_ROWS[spec.weight.blocked] * spec.num_experts
-    for side in others:
-        if few and 4 * side.ctas(spec, tokens, target)[1] >= 3 * target.used_sms:
-            return side
-    return tall
 
 
 @cache
@@ -220,26 +196,41 @@ def wide(spec: ExpertsSpec, target: Target) -> ScaledExpertsConfig | None:
     return ScaledExpertsConfig(first=first, second=second, beside=beside, prefetches=True, trims=True)
 
 
-def wide_candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
-    """The kernels for any number of tokens, and those of wide tiles."""
-    found = wide(spec, target)
-    return candidates(spec, target) + (() if found is None else (found,))
+def candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
+    """The kernels of a layer for any number of tokens; what is compiled before serving. None where nothing fits."""
+    if target.kernel_arch == "sm100":
+        return sm100_candidates(spec, target)
+    found, widest = by_height(spec, target), wide(spec, target)
+    return found if not found or widest is None else (*found, widest)
 
 
-def wide_objections(spec: ExpertsSpec, target: Target) -> list[str]:
-    """Why the kernels of wide tiles, and those for fewer tokens, do not serve a layer."""
-    reasons = objections(spec, target)
-    if not reasons and wide(spec, target) is None:
-        reasons.append(f"{target.smem_bytes} bytes of shared memory are too few for wide tiles")
-    return reasons
+def choose(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfig:
+    """The kernels for so many tokens, of the candidates.
+
+    Of wide tiles from WIDE_ROWS rows of an expert on, on average. Side by side where experts have few rows, unless the
+    tiles of 128 rows are too few for the SMs: one token of Qwen3-30B-A3B has 48 and took 1.1 times as long with them on
+    an H200, one of an eighth of DeepSeek-V3 has 128 and took 0.98.
+    """
+    assert spec.weight is not None
+    whole, rows = target.sparing(0), tokens * spec.topk
+    if target.kernel_arch == "sm100":
+        return choose_sm100(spec, tokens, target)
+    widest = wide(spec, whole)
+    if widest is not None and rows >= WIDE_ROWS * spec.num_experts:
+        return widest
+    tall, *others = by_height(spec, whole)
+    few = rows <= SIDE_BY_SIDE_ROWS[spec.weight.blocked] * spec.num_experts
+    for side in others:
+        if few and 4 * side.ctas(spec, tokens, target)[1] >= 3 * target.used_sms:
+            return side
+    return tall
 
 
-def choose_wide(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfig:
-    """The kernels for so many tokens: of wide tiles from WIDE_ROWS rows of an expert on, on average."""
-    found = wide(spec, target.sparing(0))
-    if found is None or tokens * spec.topk < WIDE_ROWS * spec.num_experts:
-        return choose(spec, tokens, target)
-    return found
+def choose_sm100(spec: ExpertsSpec, tokens: int, target: Target) -> ScaledExpertsConfig:
+    """The widest tiles of SM100 that give most SMs one."""
+    found = sm100_candidates(spec, target.sparing(0))
+    filling = (one for one in found if 4 * one.ctas(spec, tokens, target)[1] >= 3 * target.used_sms)
+    return next(filling, found[-1])
 
 
 def few_tiles(spec: ExpertsSpec) -> Iterator[ScaledSmallMConfig]:

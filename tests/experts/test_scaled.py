@@ -56,7 +56,7 @@ needs_triton = pytest.mark.skipif(
 )
 KERNELS = [REFERENCE, pytest.param("triton", marks=needs_triton)]
 # What serves them on a GPU, by its architecture.
-CUTE = {"cute-scaled": "sm90", "cute-scaled-wide": "sm90", "cute-scaled-sm100": "sm100"}
+CUTE = {"cute-scaled": "sm90", "cute-scaled-sm100": "sm100"}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -203,7 +203,10 @@ def test_each_number_of_tokens_has_a_configuration_among_the_candidates(weight: 
     target = from_arch("sm_90a")
     found = scaled_configs.candidates(spec, target)
     assert found
-    assert all(scaled_configs.choose(spec, tokens, target) in found for tokens in (1, 64, 5000))
+    chosen = [scaled_configs.choose(spec, tokens, target) for tokens in (1, 64, 4095, 4096, 5000)]
+    assert set(chosen) <= set(found)
+    # 256 rows of an expert.
+    assert [one == scaled_configs.wide(spec, target) for one in chosen] == [False, False, False, True, True]
 
 
 MODEL = {
@@ -266,7 +269,7 @@ def test_what_a_models_configuration_says(quantization: dict[str, Any], tensor_p
     assert (spec.weight, spec.intermediate_size) == (found, 512 // tensor_parallel)
     assert precompile.served_by_others(shape, target) == {}
     keys = [one.key for one in precompile.precompile_specs(shape, target)]
-    assert [key.weight for key in keys] == [found] * 2, "tiles of 128 rows, and side by side"
+    assert [key.weight for key in keys] == [found] * 3, "tiles of 128 rows, side by side, and wide ones"
     (reason,) = precompile.served_by_others(shape, from_arch("sm_100a")).values()
     assert "sm_100a" in reason[0]
 

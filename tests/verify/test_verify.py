@@ -76,7 +76,6 @@ def test_kernels_are_those_of_the_doctor(arch: str) -> None:
         of_some = (
             "cute-scaled",
             "cute-scaled-decode",
-            "cute-scaled-wide",
             "cute-scaled-sm100",
             "cute-block-scaled",
             "cute-weight-only",

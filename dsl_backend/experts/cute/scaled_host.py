@@ -18,7 +18,6 @@ from dsl_backend.experts.scaled_configs import (
     ScaledExpertsConfig,
     choose,
     choose_decode,
-    choose_wide,
     products,
 )
 from dsl_backend.experts.spec import ExpertsSpec
@@ -185,4 +184,3 @@ def run(
 
 bind = binding(choose, key_of, build, run)
 bind_decode = binding(choose_decode, key_of, build, run)
-bind_wide = binding(choose_wide, key_of, build, run)
