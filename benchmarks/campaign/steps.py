@@ -505,6 +505,13 @@ STEPS = (
         "errors of e4m3 products beside FA3's, over random, outlier-heavy and long inputs",
     ),
     module("clock", "emulator.clock.measure", 20, 60, "constants of the emulator's clock, on this chip"),
+    module(
+        "clock-mutants",
+        "benchmarks.clock.on_chip --mutants --json {json}",
+        20,
+        100,
+        "kernels with a stage less, a serialised softmax, bank conflicts: what each costs here, and by the clock",
+    ),
     bench("dsls", "dsls --seconds 0.1", 120, 330, "DSLs compared: operators, launches, compile times"),
     bench(
         "dsls-linear",
@@ -553,8 +560,8 @@ PLANS = {
         "qwen3-30b=500 llama=345 deepseek=345 experts-engine=330 dsls=205 decode=80 prefill=80 mla=90 w8a16=60 norm=60"
     ),
     "fourth": (
-        "tune-experts=200 tune-mla=200 tune-linear=200 linear-sweep=300 scaled-sweep=300 clock=60 fp8=110 "
-        "invariant=110 mla-rows=100 linear=100 projections=90 rope=65 rope-mla=65 sampling-rows=80"
+        "tune-experts=200 tune-mla=200 tune-linear=200 linear-sweep=300 scaled-sweep=300 clock=60 clock-mutants=60 "
+        "fp8=110 invariant=110 mla-rows=100 linear=100 projections=90 rope=65 rope-mla=65 sampling-rows=80"
     ),
     "fifth": (
         "tensor-parallel-default=330 fp8-channels-engine=330 fp8-blocks-engine=330 experts-fp8-few=110 "

@@ -196,6 +196,74 @@ def test_a_row_of_others_that_fails_costs_no_other(monkeypatch, capsys):
     assert "quack-gemm 1x1x1: failed with status 1: ValueError: no" in capsys.readouterr().err
 
 
+def on_a_gpu(monkeypatch, answer):
+    """As if there were one: each row's process is answered by a function of its operator, row, and clock or None."""
+
+    def run(command, **_):
+        operator, row = command[command.index("--one") + 1].split(" ")
+        clock = command[command.index("--clock") + 1] if "--clock" in command else None
+        found = answer(operator, row, clock)
+        return SimpleNamespace(returncode=int(found is None), stdout=f"{json.dumps(found)}\n", stderr="no time")
+
+    monkeypatch.setattr(on_chip.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(on_chip, "environment", lambda: {"kind": "environment", "chip": "H100"})
+    monkeypatch.setattr(on_chip, "ready", lambda _: None)
+    monkeypatch.setattr(on_chip.subprocess, "run", run)
+
+
+def test_mutants_are_timed_on_the_gpu_and_by_its_clock(monkeypatch, capsys, tmp_path):
+    us = {"stages-4": 10.0, "stages-3": 11.0, "stages-2": 15.0}
+
+    def answer(operator, row, clock):
+        if clock and row == "stages-3":
+            return None
+        time = {"clock_us": 2 * us[row]} if clock else {"us": us[row]}
+        return {"chip": clock or "H100", "operator": operator, "row": row, **time}
+
+    on_a_gpu(monkeypatch, answer)
+    file = tmp_path / "mutants.jsonl"
+    asked = ["on_chip", "--mutants", "--rows", "^mutant stages", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", asked)
+    assert on_chip.main() == 0
+    told = capsys.readouterr()
+    assert "mutant stages-3: failed with status 1: no time" in told.err
+    records = [json.loads(line) for line in told.out.splitlines()]
+    assert file.read_text() == told.out
+    assert {(one["row"], one["chip"]) for one in records if "clock_us" in one} == {
+        ("stages-4", "H100"),
+        ("stages-2", "H100"),
+    }
+    ratios = [(one["row"], one["us_ratio"], one["clock_us_ratio"]) for one in records if one.get("kind") == "mutant"]
+    assert ratios == [("stages-3", 1.1, None), ("stages-2", 1.5, 1.5)]
+
+
+@pytest.mark.parametrize(
+    ("words", "available", "status", "said"),
+    [
+        (["--mutants"], False, 2, "there is no CUDA device"),
+        (["--mutants", "--rows", "^flash"], True, 2, "no row matches '^flash'"),
+        (["--rows", "^mutant"], True, 2, "no row matches '^mutant'"),
+        (["--mutants", "--rows", "stages"], True, 1, "mutant stages-4: failed with status 1"),
+    ],
+)
+def test_what_cannot_be_timed_has_a_status(monkeypatch, capsys, words, available, status, said):
+    on_a_gpu(monkeypatch, lambda *_: None)
+    monkeypatch.setattr(on_chip.torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(sys, "argv", ["on_chip", *words])
+    assert on_chip.main() == status
+    assert said in capsys.readouterr().err
+
+
+def test_a_mutant_by_the_clock(monkeypatch, capsys):
+    """The process of one row: nothing of a GPU is asked for."""
+    monkeypatch.setattr(on_chip, "ready", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["on_chip", "--one", "mutant outputs", "--clock", "H200"])
+    assert on_chip.main() == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["chip"], found["row"]) == ("H200", "outputs")
+    assert 2 < found["clock_us"] < 6
+
+
 def test_times_of_a_file_become_rows_of_its_chip(tmp_path):
     file = tmp_path / "hopper-peers.jsonl"
     lines = [
