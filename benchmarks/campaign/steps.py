@@ -63,7 +63,8 @@ def bench(name: str, arguments: str, least_s: float, most_s: float, shows: str, 
 
 
 def tests(name: str, arguments: str, least_s: float, most_s: float, shows: str, **more: Any) -> Step:
-    return module(name, f"pytest {arguments} -q --tb=short -p no:cacheprovider", least_s, most_s, shows, **more)
+    words = f"pytest {arguments} -q --tb=short -p no:cacheprovider -p benchmarks.campaign.failures"
+    return module(name, words, least_s, most_s, shows, **more)
 
 
 def engine(

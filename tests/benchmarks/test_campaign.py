@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -217,6 +218,36 @@ class TestPlan:
     def test_names_are_checked(self, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.main(["--steps", text]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_failed_is_known_before_a_step_ends(tmp_path: Path, workers: str) -> None:
+    """Once, with its message."""
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_wrong():\n    assert 1 == 2, 'so it is'\ndef test_long():\n    time.sleep(600)\n"
+    )
+    words = ("-m", "pytest", "-q", "-n", workers, "-p", "benchmarks.campaign.failures", "-p", "no:cacheprovider")
+    log = tmp_path / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, *words, str(tmp_path / "test_it.py")],
+            cwd=execution.ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + 60
+        while "so it is" not in log.read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        found = log.read_text()
+        assert process.poll() is None
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert found.count("FAILED ") == 1
+    assert "test_it.py::test_wrong (call)" in found
+    assert "so it is" in found
 
 
 class TestCommand:
