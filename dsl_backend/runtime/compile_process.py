@@ -3,7 +3,7 @@
 
 It is a new interpreter and not a child of `multiprocessing`: such a child runs the parent's main module again, and a
 daemonic process, as vLLM's workers are, may not have children. The process sees no GPU, prints nothing on standard
-output, leaves Ctrl-C to its parent, and ends when its parent ends.
+output, leaves Ctrl-C to its parent, and ends when its parent ends. It may have a lower priority than its parent.
 """
 
 import contextlib
@@ -27,7 +27,10 @@ from dsl_backend.runtime.compiles import Source, compiles
 PR_SET_PDEATHSIG = 1
 # How much of a dead process's output is reported.
 TAIL_BYTES = 2000
-CODE = "import sys; sys.path[:] = {path!r}; from dsl_backend.runtime.compile_process import serve; serve({parent})"
+CODE = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from dsl_backend.runtime.compile_process import serve; serve({parent}, {niceness})"
+)
 
 
 class Result(enum.Enum):
@@ -39,10 +42,14 @@ class Result(enum.Enum):
 
 
 class CompileProcess:
-    """The parent's side. A thread that starts one must outlive it. Raises OSError: no process can be started."""
+    """The parent's side. A thread that starts one must outlive it. Raises OSError: no process can be started.
 
-    def __init__(self) -> None:
-        code = CODE.format(path=sys.path, parent=os.getpid())
+    Args:
+        niceness: added to that of the thread that starts it.
+    """
+
+    def __init__(self, niceness: int = 0) -> None:
+        code = CODE.format(path=sys.path, parent=os.getpid(), niceness=niceness)
         # In memory: the folder of temporary files may be full.
         self._said = os.memfd_create("compile-process")
         try:
@@ -93,8 +100,9 @@ class CompileProcess:
         os.close(self._said)
 
 
-def serve(parent: int) -> None:
+def serve(parent: int, niceness: int) -> None:
     """The child's side: compile each spec that arrives, until the parent ends."""
+    be_nice(niceness)
     envs.hide_gpus()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
@@ -141,6 +149,12 @@ def read(pipe: BinaryIO, given: "queue.SimpleQueue[bytes]") -> None:
             given.put(pickle.load(pipe))
     except (EOFError, OSError, pickle.UnpicklingError):
         os._exit(0)
+
+
+def be_nice(niceness: int) -> None:
+    """Lower this thread's priority; Linux gives it to the threads and processes that it starts later."""
+    with contextlib.suppress(OSError, AttributeError):  # not every system has priorities
+        os.nice(niceness)
 
 
 def end_with(parent: int) -> None:

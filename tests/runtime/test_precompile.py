@@ -89,6 +89,12 @@ def sees_gpus(key: Any, target: Target) -> None:
     raise ValueError(f"sees {os.environ['CUDA_VISIBLE_DEVICES']!r}")
 
 
+def is_nice(key: Any, target: Target) -> None:
+    if not is_looked_for():
+        raise ValueError(f"niceness of {os.nice(0)}")
+    build(key, target)
+
+
 class TestFamilies:
     def test_precompile_specs(self, serve: Serve) -> None:
         serve(self_test_kernels.precompile_specs)
@@ -122,16 +128,18 @@ def test_other_processes_compile(folder: Path) -> None:
         spec(broken=True),
         spec(build=sees_gpus, threads=2),
         spec(build=lambda key, target: None, threads=3),
+        spec(build=is_nice, threads=4),
     ]
     outcomes = {outcome.spec: outcome for outcome in run(todo, 2)}
     assert list(map(outcomes.__contains__, todo)) == [True] * len(todo)
     became = [outcomes[one].result for one in todo]
-    assert became == [Became.PRESENT, Became.COMPILED, Became.FAILED, Became.COMPILED, *[Became.FAILED] * 3]
+    assert became == [Became.PRESENT, Became.COMPILED, Became.FAILED, Became.COMPILED, *[Became.FAILED] * 4]
     errors = [outcomes[one].error or "" for one in todo]
     assert errors[2] == "its process ended with status 11: the last words"
     assert "this kernel is broken" in errors[4]
     assert errors[5] == "ValueError: sees ''"
     assert errors[6].startswith("cannot be given to another process: ")
+    assert errors[7] == f"ValueError: niceness of {os.nice(0)}", "who waits for all of them has their priority"
     assert all(outcomes[one].size_bytes > 1000 for one in (todo[0], todo[1], todo[3]))
     assert len(list(folder.glob("*.o"))) == 3
     before = len(compiles.events)
@@ -249,7 +257,7 @@ class TestAhead:
     def none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """No process may be started."""
 
-        def refuse() -> Any:
+        def refuse(niceness: int) -> Any:
             raise AssertionError("a process was started")
 
         monkeypatch.setattr(precompile, "CompileProcess", refuse)
@@ -299,6 +307,15 @@ class TestAhead:
         (event,) = compiles.events
         assert event.source is Source.DISK
         assert event.seconds > 0.5
+
+    @pytest.mark.usefixtures("unedited", "folder")
+    def test_processes_have_a_lower_priority(self, ahead: precompile.Ahead, caplog: pytest.LogCaptureFixture) -> None:
+        """The engine's threads come first on a busy host, and keep their own."""
+        before = os.nice(0)
+        assert ahead.add([spec(build=is_nice)]) == 1
+        ahead.wait()
+        assert f"ValueError: niceness of {min(before + 10, 19)}" in caplog.text
+        assert os.nice(0) == before
 
     @pytest.mark.usefixtures("unedited", "none")
     def test_another_process_compiles_ahead(
