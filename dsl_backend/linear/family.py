@@ -105,14 +105,15 @@ FAMILY = Family(
     checks={
         "linear": Check(
             "linear",
-            (
-                Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),
-                Benchmark("weight-only-linear", r"^llama-8b-(gate-up|qkv)-(1|64|2048)$", r"^llama-8b-qkv-64$"),
-            ),
+            (Benchmark("linear", r"^llama-8b-((qkv|down)-(8|64)|\d+)$", r"^llama-8b-(1024|qkv-8)$"),),
         ),
         "scaled_linear": Check(
             "scaled_linear",
             (Benchmark("scaled-linear", r"^llama-8b-(channels|blocks)-\d+$", r"^llama-8b-channels-64$"),),
+        ),
+        "weight_only_linear": Check(
+            "weight_only_linear",
+            (Benchmark("weight-only-linear", r"^llama-8b-(gate-up|qkv)-(1|64|2048)$", r"^llama-8b-qkv-64$"),),
         ),
     },
 )

@@ -12,7 +12,17 @@ from collections.abc import Iterator
 
 import torch
 
-from dsl_backend.testing import experts, mla_rope_writes, norm, rope_writes, sampling, scaled, softmax, verification
+from dsl_backend.testing import (
+    experts,
+    mla_rope_writes,
+    norm,
+    rope_writes,
+    sampling,
+    scaled,
+    softmax,
+    verification,
+    weight_only,
+)
 from dsl_backend.testing.cases.case import BF16, CAUSAL, E5M2, FP8, FP16, FULL, Case
 from dsl_backend.testing.experts import ExpertsCase, check_experts
 from dsl_backend.testing.inputs import Layout, Surroundings
@@ -25,6 +35,7 @@ from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.scaled import ScaledCase
 from dsl_backend.testing.softmax import SoftmaxCase
 from dsl_backend.testing.verification import VerificationCase
+from dsl_backend.testing.weight_only import WeightOnlyCase
 
 Problem = (
     Case
@@ -33,6 +44,7 @@ Problem = (
     | MLARopeCase
     | LinearCase
     | ScaledCase
+    | WeightOnlyCase
     | ExpertsCase
     | NormCase
     | SoftmaxCase
@@ -49,7 +61,7 @@ EXPERTS = {
 }
 FAMILIES = (
     *("decode", "prefill", "mla", "write_kv", "rope_write_kv", "rope_write_mla"),
-    *("linear", "scaled_linear", *EXPERTS, "norm", "softmax", "sampling", "verification"),
+    *("linear", "scaled_linear", "weight_only_linear", *EXPERTS, "norm", "softmax", "sampling", "verification"),
 )
 DIMS = (64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 160, 192, 200, 248, 256, 512)
 PAGES = (16, 32, 48, 64, 128, 528)
@@ -284,6 +296,10 @@ def problem(family: str, seed: int, index: int, sizes: Sizes, specs: int) -> Pro
         return random_case(draw, sizes.linear, facts=shared)
     if family == "scaled_linear":
         return scaled.random_case(draw, sizes.linear, facts=shared)
+    if family == "weight_only_linear":
+        # As many problems for the kernel of few rows as for the other one.
+        rows, seed = draw.choice((64, sizes.linear)), draw.randrange(2**31)
+        return weight_only.random_case(seed, sizes.linear, sizes.linear, rows, facts=shared)
     if family in EXPERTS:
         case = EXPERTS[family](draw, sizes.experts, facts=shared)
         return case if case.weight is None else experts.few_experts(case, shared)
@@ -322,6 +338,8 @@ def check(case: Problem, kernel: str, device: str) -> None:
         check_linear(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, ScaledCase):
         scaled.check_scaled(case, None if kernel == "auto" else kernel, device)
+    elif isinstance(case, WeightOnlyCase):
+        weight_only.check_weight_only(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, ExpertsCase):
         check_experts(case, None if kernel == "auto" else kernel, device)
     elif isinstance(case, NormCase):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.testing import experts, linear, norm, sampling, scaled, softmax, verification
+from dsl_backend.testing import experts, linear, norm, sampling, scaled, softmax, verification, weight_only
 from dsl_backend.testing.cases import CASES
 from dsl_backend.testing.fuzz import REAL, TINY, Problem, attention_family, problem
 from dsl_backend.testing.kv_writes import WRITES
@@ -34,6 +34,8 @@ def table(family: str, device: str) -> Mapping[str, Problem]:
         return {**linear.CASES, **(linear.REAL if large else {})}
     if family == "scaled_linear":
         return {**scaled.CASES, **(scaled.REAL if large else {})}
+    if family == "weight_only_linear":
+        return {**weight_only.CASES, **(weight_only.REAL if large else {})}
     if family in EXPERTS:
         cases, real = EXPERTS[family]
         return {**cases, **(real if large else {})}

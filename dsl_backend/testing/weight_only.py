@@ -2,12 +2,15 @@
 """Test cases of weights of 4 and 8 bits with 16-bit activations: their tensors, their reference, random cases."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec
+from dsl_backend.linear.weight_only import api
 from dsl_backend.quant.weight_only import WeightOnlyFormat, dequantized, pack
 from dsl_backend.testing.numerics import assert_same_non_finite
 
@@ -117,6 +120,52 @@ def judge(case: WeightOnlyCase, given: WeightOnlyTensors) -> float:
     return worst
 
 
+def check_weight_only(case: WeightOnlyCase, kernel: str | None, device: str) -> None:
+    """Raises AssertionError where the kernel's result is wrong. The API allocates the output, without padding."""
+    given = tensors(case, device)
+    out = api.weight_only_linear(given.x, given.packed, given.bias, n=case.n, kind=case.kind, kernel=kernel)
+    judge(case, given._replace(out=out))
+
+
+W4, W8 = WeightOnlyFormat(), WeightOnlyFormat(bits=8)
+ZERO_POINTS = WeightOnlyFormat(zero_points=True)
+F16 = torch.float16
+# Rows of a layer of 4 or 8 bits: SM90 has a kernel for up to 64, and one for any number.
+CASES: Mapping[str, WeightOnlyCase] = MappingProxyType(
+    {
+        "w4": WeightOnlyCase(rows=5, n=136, k=456, kind=W4),
+        "w4-zero-points": WeightOnlyCase(rows=13, n=328, k=712, kind=ZERO_POINTS, dtype=F16, bias=True, pad_x=8),
+        "w4-group-256": WeightOnlyCase(rows=9, n=136, k=712, kind=WeightOnlyFormat(group=256, zero_points=True)),
+        "w4-row": WeightOnlyCase(rows=8, n=384, k=320, kind=WeightOnlyFormat(group=None)),
+        "w8": WeightOnlyCase(rows=33, n=136, k=456, kind=W8, bias=True),
+        "w8-row": WeightOnlyCase(rows=64, n=72, k=320, kind=WeightOnlyFormat(bits=8, group=None), dtype=F16),
+        "one": WeightOnlyCase(rows=1, n=8, k=8, kind=W4),
+        "copied": WeightOnlyCase(rows=3, n=136, k=456, kind=W4, pad_x=3),
+        "special": WeightOnlyCase(rows=6, n=136, k=456, kind=W4, special=True),
+        "w4-rows": WeightOnlyCase(rows=130, n=200, k=584, kind=ZERO_POINTS, bias=True, pad_x=8),
+        "w8-rows": WeightOnlyCase(rows=200, n=264, k=328, kind=W8, dtype=F16),
+        "special-rows": WeightOnlyCase(rows=70, n=136, k=456, kind=W8, special=True),
+    }
+)
+LAYERS = {"gate-up": (28672, 4096), "qkv": (6144, 4096), "down": (4096, 14336)}
+REAL: Mapping[str, WeightOnlyCase] = MappingProxyType(
+    {
+        f"real-{layer}-w{kind.bits}{'-zero-points' if kind.zero_points else ''}-{rows}": WeightOnlyCase(
+            rows=rows, n=LAYERS[layer][0], k=LAYERS[layer][1], kind=kind
+        )
+        for layer, kind, every in (
+            ("gate-up", W4, (1, 64, 300, 2048)),
+            ("gate-up", W8, (8, 256)),
+            ("qkv", W4, (1, 16, 64, 512)),
+            ("qkv", W8, (1, 64, 512)),
+            ("down", ZERO_POINTS, (1, 48, 1000)),
+            ("down", W8, (16, 2048)),
+        )
+        for rows in every
+    }
+)
+
+
 def random_kind(choose: random.Random) -> WeightOnlyFormat:
     bits = choose.choice((4, 4, 8))
     return WeightOnlyFormat(
@@ -124,17 +173,24 @@ def random_kind(choose: random.Random) -> WeightOnlyFormat:
     )
 
 
-def random_case(seed: int, most_n: int = 600, most_k: int = 1500, most_rows: int = 64) -> WeightOnlyCase:
-    """Any problem of these sizes."""
+def random_case(
+    seed: int, most_n: int = 600, most_k: int = 1500, most_rows: int = 64, *, facts: random.Random | None = None
+) -> WeightOnlyCase:
+    """Any problem of these sizes.
+
+    Args:
+        facts: draws what kernels are compiled for, so that several cases can share a kernel; `seed` by default.
+    """
     choose = random.Random(seed)
+    facts = facts or choose
     n, k = 8 * choose.randint(1, most_n // 8), 8 * choose.randint(1, most_k // 8)
     return WeightOnlyCase(
         rows=choose.randint(1, most_rows),
         n=n,
         k=k,
-        kind=random_kind(choose),
-        dtype=choose.choice((torch.float16, torch.bfloat16)),
-        bias=choose.random() < 0.3,
+        kind=random_kind(facts),
+        dtype=facts.choice((torch.float16, torch.bfloat16)),
+        bias=facts.random() < 0.3,
         pad_x=8 * choose.randint(0, 2),
         pad_out=8 * choose.randint(0, 2),
         special=n >= 8 and k >= 8 and choose.random() < 0.1,

@@ -11,6 +11,7 @@ from dsl_backend.gemm.activation import Activation, Geglu, Swiglu
 from dsl_backend.norm.configs import NormConfig
 from dsl_backend.norm.spec import Scaling
 from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.weight_only import WeightOnlyFormat
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.spec import LogprobsMode
@@ -29,13 +30,14 @@ from dsl_backend.testing.sampling import SamplingCase
 from dsl_backend.testing.scaled import ScaledCase
 from dsl_backend.testing.softmax import SoftmaxCase
 from dsl_backend.testing.verification import VerificationCase
+from dsl_backend.testing.weight_only import WeightOnlyCase
 
 ON_GPU = torch.cuda.is_available()
 SIZES = fuzz.REAL if ON_GPU else fuzz.TINY
 PROBLEMS = 40 if ON_GPU else 10
 SPECS = 10
 # Families of weights that no kernel of Triton's takes.
-NOT_TRITONS = ("block_scaled_experts", "weight_only_experts")
+NOT_TRITONS = ("weight_only_linear", "block_scaled_experts", "weight_only_experts")
 
 
 @pytest.mark.skipif(not (ON_GPU or targets.triton_interpreted()), reason="no CUDA device, and TRITON_INTERPRET is off")
@@ -93,6 +95,7 @@ def test_source_rebuilds_a_case() -> None:
     names = {"Case": Case, "WriteCase": WriteCase, "Surroundings": Surroundings, "Layout": Layout, "torch": torch}
     names |= {"Causality": type(FULL), "LinearCase": LinearCase, "Swiglu": Swiglu, "Geglu": Geglu}
     names |= {"RopeCase": RopeCase, "MLARopeCase": MLARopeCase, "RopeStyle": RopeStyle, "ScaledCase": ScaledCase}
+    names |= {"WeightOnlyCase": WeightOnlyCase, "WeightOnlyFormat": WeightOnlyFormat}
     names |= {"SoftmaxCase": SoftmaxCase, "SoftmaxConfig": SoftmaxConfig}
     names |= {"NormCase": NormCase, "NormConfig": NormConfig, "Scaling": Scaling}
     names |= {"VerificationCase": VerificationCase, "Known": Known}

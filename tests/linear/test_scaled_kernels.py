@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of quantised layers against float64: the reference, and Triton's on a GPU or interpreted."""
+"""Kernels of quantised layers against float64: the reference, Triton's on a GPU or interpreted, CuTe DSL's on SM90."""
 
 import random
 from dataclasses import replace
@@ -17,7 +17,8 @@ from dsl_backend.testing import scaled
 from dsl_backend.testing.scaled import CASES, Outputs, ScaledCase
 
 ON_GPU = torch.cuda.is_available()
-KERNELS = (
+SM90 = "cute-sm90"
+INTERPRETED = (
     pytest.param("reference", marks=pytest.mark.skipif(ON_GPU, reason="is for CPUs")),
     pytest.param(
         "triton",
@@ -26,12 +27,35 @@ KERNELS = (
         ),
     ),
 )
+KERNELS = (*INTERPRETED, pytest.param(SM90, marks=pytest.mark.gpu))
+# Problems of SM90's kernels: four of each layer, since every kernel takes seconds to compile.
+FUZZED, LAYERS = 40, 10
+
+
+def random_layer(seed: int) -> ScaledCase:
+    return scaled.random_case(random.Random(seed), 700, facts=random.Random(seed % LAYERS))
+
+
+def refused(case: ScaledCase, target: targets.Target) -> str:
+    """Why SM90's kernels do not serve a case on a target; empty if they do."""
+    try:
+        dispatch.choose(case.spec, target, SM90)
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+def check(case: ScaledCase, kernel: str, device: torch.device) -> None:
+    """Skips where SM90's kernels refuse the case; how often they may is a test of its own."""
+    if kernel == SM90 and (why := refused(case, targets.detect(device))):
+        pytest.skip(why)
+    scaled.check_scaled(case, kernel, device.type)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, kernel: str, device: torch.device) -> None:
-    scaled.check_scaled(CASES[name], kernel, device.type)
+    check(CASES[name], kernel, device)
 
 
 @pytest.mark.gpu
@@ -42,10 +66,29 @@ def test_real(name: str) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", INTERPRETED)
 def test_fuzz(kernel: str, device: torch.device) -> None:
     for seed in range(300):
         scaled.check_scaled(scaled.random_case(random.Random(seed), 150), kernel, device.type)
+
+
+# More of them: `dsl-backend verify --families scaled_linear`.
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(FUZZED))
+def test_fuzz_on_sm90(seed: int, device: torch.device) -> None:
+    check(random_layer(seed), SM90, device)
+
+
+def test_most_problems_are_served_on_sm90() -> None:
+    """What they refuse: scales that are powers of two, and gated blocks of rows that are not a multiple of 128."""
+    pytest.importorskip("cutlass")
+    target = targets.from_arch("sm_90a")
+    of_cases = {name: why for name, case in CASES.items() if (why := refused(case, target))}
+    of_fuzz = [why for seed in range(FUZZED) if (why := refused(random_layer(seed), target))]
+    assert len(of_cases) == 8
+    assert FUZZED - len(of_fuzz) == 24
+    for why in (*of_cases.values(), *of_fuzz):
+        assert "scales in float32 are needed" in why or "with an activation" in why, why
 
 
 def drifted(case: ScaledCase, bits: int, promoted_every: int) -> Outputs:
@@ -99,6 +142,8 @@ def test_the_budget_sees_what_is_wrong(what: str, to: str, formats: tuple[str, s
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_batch_invariance(kernel: str, device: torch.device) -> None:
     case = ScaledCase(rows=70, n=48, k=272, activation=Swiglu())
+    if kernel == SM90 and (why := refused(case, targets.detect(device))):
+        pytest.skip(why)
     given = scaled.tensors(case, device)
 
     def layer(rows: int) -> torch.Tensor:

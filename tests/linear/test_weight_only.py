@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of packed weights as functions: results, what is refused, what is compiled ahead."""
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,85 @@ import torch
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.linear.weight_only import api, dispatch, eager, precompile
 from dsl_backend.quant.weight_only import WeightOnlyFormat
-from dsl_backend.runtime.target import from_arch
-from dsl_backend.testing.weight_only import WeightOnlyCase, WeightOnlyTensors, judge, tensors
+from dsl_backend.runtime.target import detect, from_arch
+from dsl_backend.testing.weight_only import (
+    CASES,
+    REAL,
+    WeightOnlyCase,
+    WeightOnlyTensors,
+    check_weight_only,
+    judge,
+    random_case,
+    tensors,
+)
 
 W4 = WeightOnlyFormat()
 KINDS = (W4, WeightOnlyFormat(zero_points=True, group=256), WeightOnlyFormat(bits=8, group=None))
 CASE = WeightOnlyCase(rows=70, n=136, k=456, kind=W4, bias=True)
+ON_GPU = torch.cuda.is_available()
+SM90 = "cute-sm90"
+KERNELS = (
+    pytest.param("reference", marks=pytest.mark.skipif(ON_GPU, reason="is for CPUs")),
+    pytest.param(SM90, marks=pytest.mark.gpu),
+)
+# Problems on a GPU: four of each layer, since every kernel takes seconds to compile.
+FUZZED, LAYERS = 40, 10
+
+
+def check(case: WeightOnlyCase, kernel: str, device: torch.device) -> None:
+    """Skips on a GPU that is not the kernel's."""
+    if kernel == SM90 and (why := detect(device).arch_objections("sm90")):
+        pytest.skip("; ".join(why))
+    check_weight_only(case, kernel, device.type)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, kernel: str, device: torch.device) -> None:
+    check(CASES[name], kernel, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_real(name: str, device: torch.device) -> None:
+    check(REAL[name], SM90, device)
+
+
+# More of them: `dsl-backend verify --families weight_only_linear`.
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(FUZZED))
+def test_fuzz_on_a_gpu(seed: int, device: torch.device) -> None:
+    rows = 64 if seed % 2 else 2000
+    check(random_case(seed, 3000, 3000, rows, facts=random.Random(seed % LAYERS)), SM90, device)
+
+
+def test_fuzz_on_a_cpu() -> None:
+    for seed in range(60):
+        check_weight_only(random_case(seed, 150, 400, 100), "reference", "cpu")
+
+
+def altered(given: WeightOnlyTensors, what: str) -> WeightOnlyTensors:
+    """Tensors with one mistake in what the kernel is given, and not in what is expected."""
+    if what == "a weight":
+        packed = given.packed.clone()
+        packed.view(torch.uint8).view(-1)[0] ^= 0x0F
+        return given._replace(packed=packed)
+    return given._replace(x=given.x.roll(1, 1)) if what == "columns of k" else given._replace(bias=given.bias * 1.05)
+
+
+@pytest.mark.parametrize("what", ["a weight", "columns of k", "bias"])
+def test_the_check_sees_what_is_wrong(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the way of `dsl-backend verify`, whose API gets other tensors."""
+    inner = api.weight_only_linear
+
+    def wrong(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, **how: Any) -> torch.Tensor:
+        given = altered(tensors(CASE, "cpu"), what)
+        return inner(given.x, given.packed, given.bias, **how)
+
+    check_weight_only(CASE, "reference", "cpu")
+    monkeypatch.setattr(api, "weight_only_linear", wrong)
+    with pytest.raises(AssertionError, match="beyond the budget"):
+        check_weight_only(CASE, "reference", "cpu")
 
 
 def called(case: WeightOnlyCase, given: WeightOnlyTensors, **options: Any) -> None:

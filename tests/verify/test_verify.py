@@ -125,16 +125,16 @@ def test_on_a_cpu(tmp_path: Path) -> None:
     """The command itself from end to end, and a page made of what it wrote."""
     path = tmp_path / "all.json"
     words = ("--device", "cpu", "--quick", "--problems", "1", "--peers", "none", "--json", str(path))
-    result = invoke(*words, "--families", "softmax,linear", "--kernels", "reference")
+    result = invoke(*words, "--families", "softmax,linear,weight_only_linear", "--kernels", "reference")
     assert result.exit_code == 0, result.output
     entries = read(path)
     kinds = [entry["kind"] for entry in entries]
     assert kinds[:3] == ["environment", "doctor", "verify"]
     assert kinds[-1] == "summary"
     checks = [entry for entry in entries if entry["kind"] == "check"]
-    assert {entry["family"] for entry in checks} == {"softmax", "linear"}
+    assert {entry["family"] for entry in checks} == {"softmax", "linear", "weight_only_linear"}
     assert all(entry["status"] == "right" for entry in checks)
-    assert sum(entry["problem"] == "fuzz-0-0" for entry in checks) == 2
+    assert sum(entry["problem"] == "fuzz-0-0" for entry in checks) == 3
     rows = [entry for entry in entries if entry["kind"] == "row"]
     assert {row["operator"] for row in rows} == {"softmax", "linear", "weight-only-linear"}
     assert all(cell["status"] == "ok" for row in rows for cell in row["cells"])
