@@ -238,7 +238,7 @@ STEPS = (
         "experts --rows '^fp8.*-(1|8|32|64)$' --kernels cute-scaled,cute-scaled-decode --peers 'vLLM Triton'",
         60,
         200,
-        "e4m3 experts for few tokens: grouped GEMMs beside the kernels that have not run on a GPU",
+        "e4m3 experts for few tokens: grouped GEMMs beside the kernels of their own, which have to be named",
     ),
     bench("experts", "experts --peers 'vLLM Triton'", 40, 150, "experts beside vLLM's Triton"),
     bench(
