@@ -413,13 +413,16 @@ def kernels_table(report: "Report") -> "Table":
     kernels.add_column("served by", overflow="fold")
     for layer in report.layers:
         served = [served_by(one) for one in layer.operations]
-        none = not any(one.served_by or one.by_name for one in layer.operations)
+        none = not any(one.served_by or one.by_name or one.with_option for one in layer.operations)
         kernels.add_row(layer.name, "[red]nothing[/]" if none else ", ".join(served))
     return kernels
 
 
 def served_by(operation: "OperationReport") -> str:
-    """The kernel, which of its variants serves which batches, and kernels that would serve if they were named."""
+    """The kernel, which of its variants serves which batches, and kernels that would serve if they were named.
+
+    Where vLLM serves by the options, the kernel with the option that changes it.
+    """
     from rich.markup import escape
 
     told = variants_of(operation.variants)
@@ -428,6 +431,8 @@ def served_by(operation: "OperationReport") -> str:
         of_variants = variants_of(one.variants)
         told.append(f"{asked}: {one.kernel}" + (f", {', '.join(of_variants)}" if of_variants else ""))
     rest = f" [dim]({escape('; '.join(told))})[/]" if told else ""
+    if operation.with_option is not None:
+        return f"vLLM's; with {operation.with_option} dsl: {operation.served_by or 'nothing'}{rest}"
     if operation.served_by is None:
         return f"[red]{operation.operation}: nothing[/]{rest}"
     return operation.served_by + rest

@@ -29,7 +29,7 @@ from dsl_backend.runtime.tuned import TunedConfigs
 from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.startup import too_old
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT = "dsl"
 SERVE = "vllm serve MODEL --attention-backend dsl"
@@ -79,7 +79,7 @@ class Verdict(Record):
     """The report in three lines.
 
     Attributes:
-        serves: for each operation, the kernel that serves most layers.
+        serves: for each operation that vLLM does not serve by the options, the kernel that serves most layers.
         wrong: the problems, or `nothing`.
         todo: the command to run if there is no problem, else the remedies.
     """
@@ -144,7 +144,10 @@ class OperationReport(Record):
     """An operation of a layer.
 
     Attributes:
-        served_by: the title of the kernel that serves; None if every kernel objects.
+        served_by: the title of the kernel that serves where the options do not leave the operation to vLLM; None if
+            every kernel objects.
+        with_option: the plugin's option that has to be `dsl` for that, and by which vLLM serves at present; None where
+            vLLM does not.
         variants: the compiled variants of that kernel; empty if its table entry does not list them.
         kernels: those that are used without being named, best first.
         by_name: those that serve if they are named.
@@ -152,6 +155,7 @@ class OperationReport(Record):
 
     operation: str
     served_by: str | None
+    with_option: str | None
     variants: list[VariantReport]
     kernels: list[KernelReport]
     by_name: list[NamedReport]
@@ -273,8 +277,14 @@ def tuned_configs_report(tuned_configs: TunedConfigs[Any], target: Target) -> Tu
     )
 
 
-def operation_report(operation: str, family: Family, spec: Any, target: Target) -> OperationReport:
-    """Every kernel of an operation with its objections, best first, the variants of the one that serves, and others."""
+def operation_report(
+    operation: str, family: Family, spec: Any, target: Target, given: options.Options
+) -> OperationReport:
+    """Every kernel of an operation with its objections, best first, the variants of the one that serves, and others.
+
+    Args:
+        given: the options, which may leave the operation to vLLM.
+    """
     judged = judge(family.tables[operation], spec, target)
     kernels = [KernelReport(kernel=entry.title, name=entry.name, objections=reasons) for entry, reasons in judged]
     serving = next((entry for entry, reasons in judged if not reasons), None)
@@ -287,9 +297,11 @@ def operation_report(operation: str, family: Family, spec: Any, target: Target) 
         )
         for entry in named(family.tables[operation], spec, target)
     ]
+    option = family.serving_options.get(operation)
     return OperationReport(
         operation=operation,
         served_by=None if serving is None else serving.title,
+        with_option=option if option is not None and options.leaves_to_vllm(given, option, target) else None,
         variants=[] if serving is None else variant_reports(serving, spec, target),
         kernels=kernels,
         by_name=by_name,
@@ -300,13 +312,15 @@ def variant_reports(entry: Entry[Any], spec: Any, target: Target) -> list[Varian
     return [VariantReport(name=one.name, batches=one.batches) for one in entry.variants(spec, target)]
 
 
-def layer_reports(family: Family, target: Target) -> list[LayerReport]:
+def layer_reports(family: Family, target: Target, given: options.Options) -> list[LayerReport]:
     """The typical layers of a family."""
     return [
         LayerReport(
             name=name,
             spec=str(spec),
-            operations=[operation_report(operation, family, spec, target) for operation in family.operations_of(spec)],
+            operations=[
+                operation_report(operation, family, spec, target, given) for operation in family.operations_of(spec)
+            ],
         )
         for name, spec in family.typical_layers(target).items()
     ]
@@ -349,11 +363,11 @@ def cute_problems(target: Target) -> list[Problem]:
 
 
 def usual_kernels(layers: Sequence[LayerReport]) -> list[str]:
-    """For each operation, the kernel that serves most layers."""
+    """For each operation that vLLM does not serve, the kernel that serves most layers."""
     served: dict[str, Counter[str]] = {}
     for layer in layers:
         for operation in layer.operations:
-            if operation.served_by is not None:
+            if operation.served_by is not None and operation.with_option is None:
                 served.setdefault(operation.operation, Counter())[operation.served_by] += 1
     return [counts.most_common(1)[0][0] for counts in served.values()]
 
@@ -378,20 +392,19 @@ def target_of(arch: str | None, problems: list[Problem]) -> Target:
         return targets.at_hand()
 
 
-def option_problems(additional: str | None) -> list[Problem]:
-    """Why the plugin would refuse the text of vLLM's `--additional-config`."""
-    if additional is None:
-        return []
+def options_in(additional: str | None, problems: list[Problem]) -> options.Options:
+    """The plugin's options in the text of vLLM's `--additional-config`. Those that it would refuse are a problem."""
     try:
-        read = json.loads(additional)
+        read = json.loads("{}" if additional is None else additional)
         if not isinstance(read, dict):
             raise ValueError(f"--additional-config is {additional}: a JSON object is needed")
-        options.of(SimpleNamespace(additional_config=read))
+        return options.of(SimpleNamespace(additional_config=read))
     except json.JSONDecodeError as error:
-        return [Problem(what=f"--additional-config is not JSON: {error}", remedy="correct --additional-config")]
+        what = f"--additional-config is not JSON: {error}"
     except ValueError as error:
-        return [Problem(what=str(error), remedy="correct --additional-config")]
-    return []
+        what = str(error)
+    problems.append(Problem(what=what, remedy="correct --additional-config"))
+    return options.Options()
 
 
 def examine(arch: str | None = None, additional: str | None = None) -> Report:
@@ -406,16 +419,17 @@ def examine(arch: str | None = None, additional: str | None = None) -> Report:
     """
     with envs.without_wrong_ones() as wrong:
         problems = [Problem(what=what, remedy=f"correct or unset {re.split('[ =]', what)[0]}") for what in wrong]
-        return examined(arch, problems + option_problems(additional))
+        given = options_in(additional, problems)
+        return examined(arch, problems, given)
 
 
-def examined(arch: str | None, problems: list[Problem]) -> Report:
-    """The report, which also lists `problems` that were found before."""
+def examined(arch: str | None, problems: list[Problem], given: options.Options) -> Report:
+    """The report with some options, which also lists `problems` that were found before."""
     target = target_of(arch, problems)
     plugin = plugin_report()
     known = families.load_all()
     tuned_configs = [tuned_configs_report(one, target) for family in known for one in family.tuned_configs]
-    layers = [report for one in known for report in layer_reports(one, target)]
+    layers = [report for one in known for report in layer_reports(one, target, given)]
     problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
     broken = {
         what: next(filter(what.startswith, one.files), envs.TUNED_CONFIGS.name)

@@ -26,6 +26,7 @@ from dsl_backend.runtime import toolkit
 from dsl_backend.sampling import dispatch as sampling
 from dsl_backend.sampling import verification_dispatch
 from dsl_backend.softmax import dispatch as softmax
+from dsl_backend.vllm_plugin import options
 
 
 def invoke(*words: str) -> Result:
@@ -99,6 +100,7 @@ SCHEMA = {
                 {
                     "operation": str,
                     "served_by": (str, type(None)),
+                    "with_option": (str, type(None)),
                     "variants": [{"name": str, "batches": str}],
                     "kernels": [{"kernel": str, "name": str, "objections": [str]}],
                     "by_name": [
@@ -132,7 +134,7 @@ def assert_shape(value: Any, shape: Any) -> None:
 def test_schema(arch: str | None) -> None:
     found = report(*([] if arch is None else ["--arch", arch]))
     assert_shape(found, SCHEMA)
-    assert found["schema_version"] == 3
+    assert found["schema_version"] == 4
     assert found["layers"]
     assert found["target"]["detected"] == (arch is None)
 
@@ -197,6 +199,48 @@ def test_kernels_that_serve_if_they_are_named(arch: str, layer: str, served_by: 
     assert all(one in shown for one in named)
     assert served_by is None or served_by in shown
     assert (served_by is None) == ("nothing" in shown)
+
+
+@pytest.mark.parametrize(
+    ("arch", "given", "layer", "cell"),
+    [
+        ("sm_90a", {}, "e4m3 blocks", "vLLM's; with scaled_linears dsl: scaled-linear sm90"),
+        ("sm_90a", {"scaled_linears": "measured"}, "e4m3 blocks", "scaled-linear sm90"),
+        ("sm_90a", {}, "NVFP4", "vLLM's; with scaled_linears dsl: nothing"),
+        ("sm_90a", {}, "W4A16", "vLLM's; with weight_only_linears dsl: weight-only-linear sm90"),
+        ("sm_90a", {"weight_only_linears": "measured"}, "W8A16", "vLLM's; with weight_only_linears dsl: weight-only-"),
+        ("sm_90a", {"weight_only_linears": "dsl"}, "W8A16", "weight-only-linear sm90"),
+        ("sm_90a", {}, "SwiGLU", "linear sm90/sm100"),
+        ("sm_90a", {}, "Qwen3-30B-A3B's experts", "experts sm90/sm100"),
+        ("sm_90a", {"experts": "vllm"}, "Qwen3-30B-A3B's experts", "vLLM's; with experts dsl: experts sm90/sm100"),
+        ("sm_90a", {}, "RMSNorm with residual", "norm one-pass sm90/sm100"),
+        ("sm_100a", {}, "RMSNorm with residual", "vLLM's; with norms dsl: norm one-pass sm90/sm100"),
+        ("sm_100a", {"rope": "dsl"}, "rotated queries and keys", "rope-write-kv sm90/sm100"),
+        ("sm_100a", {}, "rotated queries and keys", "vLLM's; with rope dsl: rope-write-kv sm90/sm100"),
+    ],
+)
+def test_who_serves_by_the_options(arch: str, given: dict[str, str], layer: str, cell: str) -> None:
+    """Cells, the JSON and the verdict agree, with the options as they come and with others."""
+    words = ("--arch", arch, *(("--additional-config", json.dumps({"dsl": given})) if given else ()))
+    shown = second_column(invoke("doctor", *words).stdout, layer)
+    # Words may be broken at any character of a narrow column.
+    assert shown.replace(" ", "").startswith(cell.replace(" ", ""))
+    found = report(*words)
+    (operation,) = next(one for one in found["layers"] if one["name"] == layer)["operations"]
+    assert (operation["with_option"] or "") == (cell.split("with ")[1].split(" dsl")[0] if "vLLM's" in cell else "")
+    if operation["served_by"]:
+        assert (operation["served_by"] in found["verdict"]["serves"].split(": ")[1].split(", ")) == ("vLLM" not in cell)
+
+
+def test_options_that_say_who_serves_are_options() -> None:
+    """Of each that a family names: one value leaves its layers to vLLM, and another one does not."""
+    target = targets.from_arch("sm_90a")
+    for family in families.load_all():
+        assert set(family.serving_options) <= set(family.tables)
+        for key in family.serving_options.values():
+            vllm, dsl = (options.Options(**{key: value}) for value in (options.ServedBy.VLLM, options.ServedBy.DSL))
+            assert options.leaves_to_vllm(vllm, key, target)
+            assert not options.leaves_to_vllm(dsl, key, target)
 
 
 def second_column(printed: str, first: str) -> str:

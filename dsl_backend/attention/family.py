@@ -77,6 +77,7 @@ FAMILY = Family(
         rope_dispatch.MLA_OPERATION: rope_dispatch.MLA_TABLE,
     },
     naming_options={operation.value: "attention_kernel" for operation in dispatch.TABLE},
+    serving_options={rope_dispatch.OPERATION: "rope", rope_dispatch.MLA_OPERATION: "rope"},
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,

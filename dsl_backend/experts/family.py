@@ -56,6 +56,7 @@ FAMILY = Family(
     name="experts",
     tables={dispatch.OPERATION: dispatch.TABLE},
     naming_options={dispatch.OPERATION: "experts_kernel"},
+    serving_options={dispatch.OPERATION: "experts"},
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,

@@ -95,6 +95,10 @@ FAMILY = Family(
     # They are vLLM's unless they are asked for.
     optional=(weight_only_dispatch.OPERATION,),
     naming_options={scaled_dispatch.OPERATION: "scaled_linears_kernel"},
+    serving_options={
+        scaled_dispatch.OPERATION: "scaled_linears",
+        weight_only_dispatch.OPERATION: "weight_only_linears",
+    },
     typical_layers=typical_layers,
     operations_of=operations_of,
     precompile_specs=precompile.precompile_specs,

@@ -31,6 +31,7 @@ def typical_layers(target: Target) -> Mapping[str, NormSpec]:
 FAMILY = Family(
     name="norm",
     tables={dispatch.OPERATION: dispatch.TABLE},
+    serving_options={dispatch.OPERATION: "norms"},
     typical_layers=typical_layers,
     operations_of=lambda spec: (dispatch.OPERATION,),
     precompile_specs=precompile.precompile_specs,

@@ -66,6 +66,7 @@ class Family:
         tables: operation -> its kernels, best first.
         optional: operations that are another's where no kernel serves them, which is no problem.
         naming_options: operation -> the plugin's option that names a kernel of it.
+        serving_options: operation -> the plugin's option that says whose kernels serve it.
         typical_layers: name -> spec of layers as published models have them, for `dsl-backend doctor`.
         operations_of: the operations that a layer needs.
         precompile_specs: the CuTe DSL kernels that a model needs.
@@ -82,6 +83,7 @@ class Family:
     tables: Mapping[str, Sequence[Entry[Any]]] = field(default_factory=dict)
     optional: Sequence[str] = ()
     naming_options: Mapping[str, str] = field(default_factory=dict)
+    serving_options: Mapping[str, str] = field(default_factory=dict)
     typical_layers: Callable[[Target], Mapping[str, Any]] = no_layers
     operations_of: Callable[[Any], Sequence[str]] = field(default=lambda spec: ())
     served_by_others: Callable[[ModelShape, Target], Mapping[str, Sequence[str]]] = nothing_unserved

@@ -130,15 +130,26 @@ def one_of(name: str | None, names: Iterable[str]) -> str | None:
     return name
 
 
-def against_kernels(vllm_config: Any, key: str, target: Target) -> str:
-    """Why the options `norms` and `rope`, by their key, leave a kind of module to vLLM; empty where they do not.
+# Options with which log-probabilities and speed of served models were measured on SM90 alone.
+MEASURED_ON_SM90 = ("norms", "rope")
+# Options for which nothing was measured to be faster.
+NEVER_MEASURED_FASTER = ("shared_experts", "weight_only_linears", "logprobs")
 
-    With them log-probabilities and speed of served models were measured on SM90 alone.
-    """
-    served_by = getattr(of(vllm_config), key)
-    if served_by is ServedBy.VLLM:
+
+def leaves_to_vllm(given: Options, key: str, target: Target) -> bool:
+    """Whether an option, a `ServedBy`, has vLLM serve all that it is about on a target, whatever the layer."""
+    served_by = getattr(given, key)
+    if served_by is not ServedBy.MEASURED:
+        return served_by is ServedBy.VLLM
+    return key in NEVER_MEASURED_FASTER or (key in MEASURED_ON_SM90 and target.kernel_arch != "sm90")
+
+
+def against_kernels(vllm_config: Any, key: str, target: Target) -> str:
+    """Why the options `norms` and `rope`, by their key, leave a kind of module to vLLM; empty where they do not."""
+    given = of(vllm_config)
+    if getattr(given, key) is ServedBy.VLLM:
         return f"additional_config['dsl']['{key}'] is vllm"
-    if served_by is ServedBy.MEASURED and target.kernel_arch != "sm90":
+    if leaves_to_vllm(given, key, target):
         return f"models that dsl serves were measured on sm_90a, and not on {target.arch}: {asked(key)}"
     return ""
 
