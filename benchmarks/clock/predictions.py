@@ -13,8 +13,9 @@ from pathlib import Path
 FILE = Path(__file__).with_name("predictions.jsonl")
 KERNEL = "cute"
 MARK = "by the clock"
-# Operators whose configurations for an architecture were chosen by the clock and never timed.
-CHOSEN = {"sm_100": frozenset({"prefill", "mla-decode"})}
+# Operators whose configurations for an architecture were chosen by the clock and never timed (docs/decisions.md).
+BLACKWELL = frozenset({"prefill", "mla-decode", "softmax"})
+CHOSEN = {"sm_100": BLACKWELL, "sm_103": BLACKWELL}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dsl_backend.quant.format import BLOCK_SCALED, MXFP4, MXFP4_TILED, MXFP8, NV
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import fuzz, tables, worker
 from dsl_backend.testing.worker import Outcome, Status
+from emulator.clock.chips import CHIPS
 
 BENCHMARKS = importlib.import_module("benchmarks")
 
@@ -379,6 +380,19 @@ def test_times_have_the_clocks_figures_beside_them(tmp_path: Path) -> None:
     assert "dsl:cute 10.0 (clock 12.0), dsl:triton 10.0, FA3 10.0" in shown.getvalue()
 
 
+@pytest.mark.parametrize("chip", ["B200", "GB300"])
+@pytest.mark.parametrize(
+    ("operator", "chosen"),
+    [("prefill", True), ("mla-decode", True), ("softmax", True), ("decode", False), ("linear", False)],
+)
+def test_what_the_clock_chose_on_blackwell_is_marked(chip: str, operator: str, chosen: bool) -> None:
+    """docs/decisions.md says how each was chosen. Hopper's configurations were timed."""
+    predictions = importlib.import_module("benchmarks.clock.predictions")
+    mark = predictions.MARK if chosen else ""
+    assert predictions.of_chip(operator, "row", 1.0, chip, CHIPS[chip].arch).mark == mark
+    assert predictions.of_chip(operator, "row", 1.0, "H200", CHIPS["H200"].arch).mark == ""
+
+
 def test_predictions_are_of_rows_that_are_timed() -> None:
     predictions = importlib.import_module("benchmarks.clock.predictions")
     operators = dict(BENCHMARKS.operators())
@@ -390,6 +404,8 @@ def test_predictions_are_of_rows_that_are_timed() -> None:
         if re.search(benchmark.rows, case.id)
     }
     every = predictions.everything()
+    for one in every:
+        assert one == predictions.of_chip(one.operator, one.row, one.us, one.chip, CHIPS[one.chip].arch)
     assert {(one.operator, one.row) for one in every} <= timed
     assert len({(one.chip, one.operator, one.row) for one in every}) == len(every)
     assert predictions.of_device("NVIDIA B200")

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m emulator FILE::CASE`."""
 
+import re
+
 import pytest
 from host_machines import AffineMachine
 
 from emulator import __main__ as command
+from emulator.clock.chips import CHIPS
 from emulator.host import device
 
 CASES = """
@@ -51,6 +54,10 @@ def test_findings_are_shown(file, machine, capsys) -> None:
     machine.findings = ["a race"]
     assert command.main([f"{file}::affine"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == ["a race"]
+
+
+def test_the_help_names_every_chip_of_the_clock() -> None:
+    assert {*re.findall(r"\b[GBH]+[0-9]+\b", command.parser().format_help())} == {*CHIPS}
 
 
 def test_a_case_that_fails(file, machine) -> None:
