@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tiles", type=int, help="that the kernels made in all: the profile is then per tile")
     made.add_argument("--json", type=Path, metavar="FILE", help="write the profile there")
     made.add_argument("--clock", action="store_true", help="say how long a chip takes (docs/emulator-clock.md)")
-    made.add_argument("--chip", help="that --clock is for: H100, H200, B200, GB200, B300 or GB300; by default the arch's")
+    made.add_argument("--chip", help="of --clock: H100, H200, B200, GB200, B300 or GB300; by default the arch's")
     made.add_argument(
         "--samples", type=int, help="clusters of a grid that --clock simulates (default: 3); 0 for all of them"
     )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,47 @@ def test_a_row_of_attention_may_have_fewer_heads_of_keys():
         problem, spec = problems.packed(row, torch.bfloat16)
         assert (problem.heads_q, problem.heads_kv) == (one["heads"], one["heads_kv"])
         assert (spec.causality is Causality.CAUSAL) == bool(one["causal"])
+
+
+# How tables head the columns of an H200's times of ours, where the operator's rows do not say more.
+OURS = ("dsl:cute us", "dsl us")
+FILTERS = {"none": "no filter", "k+p": "top-k and top-p"}
+
+
+def place_of(row):
+    """(What a line of the table begins with, the heads that its column may have.)"""
+    if row.operator == "softmax":
+        rows, columns = row.row.split("x")
+        return rows, (columns,)
+    if row.operator == "sampling":
+        filters, _, shape = row.row.rpartition("-")
+        return shape.partition("x")[0], (FILTERS[filters],)
+    if row.row.startswith("plain-"):
+        return row.row.rpartition("x")[2], OURS
+    return row.row.removeprefix("held-out-"), OURS
+
+
+def figures(page, begins, heads):
+    """The numbers of a page's tables on lines that begin so and in columns with such a head."""
+    found, head = [], None
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else None
+        if cells is None:
+            head = None
+        elif head is None:
+            head = cells
+        elif cells[0] == begins:
+            found += [float(cell.split()[0]) for name, cell in zip(head, cells, strict=True) if name in heads and cell]
+    return found
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_measured_time_is_in_the_page_that_it_names(name):
+    """The page has the figures of today's kernels; older ones move to docs/measurements."""
+    row = BY_NAME[name]
+    assert row.source.startswith("docs/performance/")
+    page = (Path(__file__).parents[2] / row.source).read_text()
+    assert row.microseconds in figures(page, *place_of(row))
 
 
 def test_every_blackwell_chip_has_its_own_file_of_a_row():
