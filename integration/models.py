@@ -443,8 +443,10 @@ MODELS["qwen3_moe"] = Model(
     weights=qwen3_moe,
     plant=route_by_class,
 )
-# For drafts: targets whose tokens a small head can foresee, and an EAGLE head of the first one.
+# For drafts: targets whose tokens a small model can foresee. Of the first one an EAGLE head, and a draft model: its
+# first layer, with its embedding and head.
 MODELS["quiet_llama"] = Model(config=LLAMA.config, weights=quiet_llama)
+MODELS["draft_llama"] = MODELS["quiet_llama"].changed(num_hidden_layers=1)
 MODELS["eagle_llama"] = Model(config=LLAMA.config | {"num_hidden_layers": 1}, weights=eagle_llama)
 MODELS["deepseek_v3"] = Model(
     config=MODELS["deepseek_v2"].config

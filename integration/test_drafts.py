@@ -68,12 +68,17 @@ def job(
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Checkpoint) -> dict[str, str]:
-    return {name: str(checkpoint(name, MODELS[name])) for name in ("quiet_llama", "eagle_llama", "deepseek_v3")}
+    names = ("quiet_llama", "eagle_llama", "draft_llama", "deepseek_v3")
+    return {name: str(checkpoint(name, MODELS[name])) for name in names}
 
 
 def eagle(models: dict[str, str], **changes: Any) -> dict[str, Any]:
     usual = {"method": "eagle", "model": models["eagle_llama"], "num_speculative_tokens": 3, "attention_backend": "dsl"}
     return usual | changes
+
+
+def draft_model(models: dict[str, str]) -> dict[str, Any]:
+    return eagle(models, method="draft_model", model=models["draft_llama"])
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +89,7 @@ def outcomes(models: dict[str, str]) -> dict[str, Outcome]:
         "n-grams": job(llama, NGRAM),
         "EAGLE": job(llama, eagle(models)),
         "EAGLE, drawn": job(llama, eagle(models, draft_sample_method="probabilistic")),
+        "draft model": job(llama, draft_model(models)),
         "MLA, none": job(deepseek),
         "MLA, MTP": job(deepseek, MTP),
     }
@@ -96,6 +102,7 @@ def second_runner(models: dict[str, str]) -> dict[str, Outcome]:
         "n-grams": NGRAM,
         "EAGLE": eagle(models),
         "EAGLE, drawn": eagle(models, draft_sample_method="probabilistic"),
+        "draft model": draft_model(models),
     }
     jobs = {
         name: job(models["quiet_llama"], given | {"num_speculative_tokens": 2}, SECOND, SECOND_STEPS)
@@ -121,7 +128,7 @@ def assert_grammatical(outcome: Outcome) -> None:
     assert any(one.startswith(choice) for one in CHOICES), choice
 
 
-@pytest.mark.parametrize("name", ["n-grams", "EAGLE"])
+@pytest.mark.parametrize("name", ["n-grams", "EAGLE", "draft model"])
 def test_tokens_are_those_without_drafts(outcomes: dict[str, Outcome], name: str) -> None:
     """Greedy or with a seed, with filters, penalties, bad words and grammars; and some drafts are accepted."""
     assert tokens(outcomes[name]) == tokens(outcomes["none"])
@@ -152,7 +159,7 @@ def shortened(outcome: Outcome) -> list[list[int]]:
     return [tokens(outcome)[index][:SECOND_STEPS] for index in SECOND]
 
 
-@pytest.mark.parametrize("name", ["n-grams", "EAGLE"])
+@pytest.mark.parametrize("name", ["n-grams", "EAGLE", "draft model"])
 def test_second_runner(outcomes: dict[str, Outcome], second_runner: dict[str, Outcome], name: str) -> None:
     """The V2 runner's tokens with drafts are the V1 runner's without."""
     assert "Using V2 Model Runner" in second_runner[name].log
