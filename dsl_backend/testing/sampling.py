@@ -315,6 +315,35 @@ CASES: tuple[SamplingCase, ...] = (
     ),
 )
 
+# Rows of which a block has fewer lanes with a logit than top-k keeps, so that their maxima bound nothing.
+FEW_GROUPS = (
+    *4 * (row(t=30, k=20), row(t=30, k=17, p=0.7)),
+    *2 * (row(t=30, k=30, m=0.3), row("ties", t=30, k=18, p=0.8)),
+    *(row(name, t=30, k=19) for name in ("equal", "zeros", "nan", "masked", "inf", "huge", "tiny", "sorted", "steep")),
+    *(row("peaked", t=30, k=20), row("few", t=30, k=20), row(t=0, k=20), row(t=30, k=59)),
+)
+CASES += tuple(
+    SamplingCase(id=id, kind=kind, vocab=vocab, rows=rows, why=why)
+    for id, kind, vocab, rows, why in (
+        ("few-groups", ONE, 60, FEW_GROUPS, "all logits are candidates, whose own bound leaves few"),
+        ("few-groups-4", FOUR, 64, FEW_GROUPS, "the same, read by four CTAs, and more candidates than threads"),
+        (
+            "few-groups-wide",
+            ONE,
+            600,
+            (*3 * (row("masked", t=30, k=20), row("masked", t=30, k=35, p=0.8)),),
+            "more logits than candidates fit, and few above -inf",
+        ),
+        (
+            "few-threads",
+            (F32, torch.int64, ClusterConfig(cluster=1, threads=256, vector=4)),
+            300,
+            (*2 * (row(t=9, k=50), row(t=9, k=50, p=0.9)), row(t=9, k=256), row(m=0.05), row("ties", t=9, k=100)),
+            "a short vocabulary's own configuration",
+        ),
+    )
+)
+
 # Few finite logits, none, more ties than candidates fit, infinite ones, NaN: with and without a filter.
 LIKELIEST = (
     *(

@@ -21,6 +21,9 @@ BUCKETS = 256
 MIN_RANGE = 1e-30
 # Lanes that share the comparisons of one candidate with all others.
 LANES_PER_CANDIDATE = 8
+# Buckets of the distance below the row's maximum that bound candidates once more: eight for each power of two.
+DISTANCE_SHIFT = 20
+NEAREST = (127 - BUCKETS // 16) << (23 - DISTANCE_SHIFT)
 
 
 class CandidateSampler:
@@ -46,13 +49,14 @@ class CandidateSampler:
             if bounded_by_top_k:
                 self.count_group_maxima(smem, row, bucket_scale)
                 last_bucket = self.bucket_of_rank(smem, row.top_k)
-            self.reader.for_each_logit_of(
-                smem,
-                row,
-                thread_max,
-                partial(self.is_candidate, row, bucket_scale, last_bucket),
-                partial(self.append_candidate, smem, row, bucket_scale, last_bucket),
-            )
+            append = partial(self.append_candidate, smem, row, bucket_scale, last_bucket)
+            if last_bucket >= BUCKETS - 1 and row.vocab <= self.max_candidates:
+                # Nothing is bounded, and one warp has read a block.
+                self.reader.for_each_logit_once(row, append)
+            else:
+                self.reader.for_each_logit_of(
+                    smem, row, thread_max, partial(self.is_candidate, row, bucket_scale, last_bucket), append
+                )
             self.cluster.barrier()
             count = self.count_candidates(smem)
         return count
@@ -135,7 +139,48 @@ class CandidateSampler:
             self.gather(smem)
         self.cluster.wait_for_peer_reads()
         if self.cluster.rank() == 0:
-            self.filter_and_draw(smem, row, cutlass.Int32(count))
+            fewer = cutlass.Int32(count)
+            if self.is_bounded_by_top_k(row) and fewer >= row.top_k + self.threads // LANES_PER_CANDIDATE:
+                fewer = self.narrow(smem, row, fewer)
+            self.filter_and_draw(smem, row, fewer)
+
+    @cute.jit
+    def narrow(self, smem: SharedStorage, row: Row, count):
+        """Keep those of the first CTA's candidates that may be among the k largest, and return how many these are.
+
+        A row of few blocks has fewer group maxima above -inf than k, which bound nothing: every logit is a candidate.
+        Two steps compare all pairs of them.
+
+        Args:
+            count: more than k.
+        """
+        thread = cute.arch.thread_idx()[0]
+        for i in cutlass.range(thread, BUCKETS, self.threads, unroll=1):
+            smem.sBins[i] = cutlass.Uint32(0)
+        if thread == 0:
+            smem.sCount[0] = cutlass.Uint32(0)
+        cta_barrier()
+        for i in cutlass.range(thread, count, self.threads, unroll=1):
+            bucket = self.bucket_of_distance(row, smem.sCandX[i])
+            cute.arch.atomic_add(smem.sBins.iterator + bucket, cutlass.Uint32(1), sem="relaxed", scope="cta")
+        cta_barrier()
+        last_bucket = self.bucket_of_rank(smem, row.top_k)
+        for first in cutlass.range(0, count, self.threads, unroll=1):
+            own = cutlass.min(first + thread, count - 1)
+            x, token_id = smem.sCandX[own], smem.sCandId[own]
+            # Those that are kept are written to places that are read by now.
+            cta_barrier()
+            self.append(smem, first + thread < count and self.bucket_of_distance(row, x) <= last_bucket, x, token_id)
+        cta_barrier()
+        return cutlass.Int32(smem.sCount[0])
+
+    @cute.jit
+    def bucket_of_distance(self, row: Row, x):
+        """From 0 at the maximum to 255; never less for a smaller x."""
+        below_max = cutlass.Float32(0.0) if x == row.row_max else row.row_max - x
+        distance = below_max.bitcast(cutlass.Uint32) >> cutlass.Uint32(DISTANCE_SHIFT)
+        nearest = cutlass.Uint32(NEAREST)
+        return cutlass.min(cutlass.max(distance, nearest) - nearest, cutlass.Uint32(BUCKETS - 1))
 
     @cute.jit
     def gather(self, smem: SharedStorage):

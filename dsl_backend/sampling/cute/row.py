@@ -321,6 +321,13 @@ class RowReader:
                         visit(cutlass.Float32(rLogits[e]))
 
     @cute.jit
+    def for_each_logit_once(self, row: Row, visit: cutlass.Constexpr):
+        """Call visit(x, token_id) for each logit of a short row, in as many threads of the cluster as there are."""
+        first = self.cluster.rank() * self.threads + cute.arch.thread_idx()[0]
+        for column in cutlass.range(first, row.vocab, self.cluster.ctas * self.threads, unroll=1):
+            visit(self.load_logit(row.logits, column), column)
+
+    @cute.jit
     def for_each_logit_of(
         self, smem: SharedStorage, row: Row, thread_max, may_count: cutlass.Constexpr, visit: cutlass.Constexpr
     ):
