@@ -46,12 +46,14 @@ from emulator.machine.tensor_access import (
     work_of,
 )
 from emulator.machine.tensor_memory import (
+    QUARTER,
     Cells,
     TensorMemory,
     TensorMemoryError,
     allocate,
     check_size,
     fragment,
+    name_address,
     reduce,
     split_address,
 )
@@ -202,13 +204,31 @@ def place(runner: Runner, instr: Instr, tensor: TensorMemory) -> tuple[Cells, Bl
     """The cells of a load or store, and their words in the history."""
     op, operand = instr.op, instr["a"]
     assert isinstance(operand, Address)
-    address = same_address(runner, runner.warp.address(operand), instr)
+    address = own_quarter(runner, same_address(runner, runner.warp.address(operand), instr), instr)
     halves = bool(op["pack"] or op["unpack"])
     split = instr["split"] if "split" in op.form.place else None
     columns = split.value if isinstance(split, Imm) else 0
     shape, num = str(op["shape"]), str(op["num"])
     cells = tensor.cells(address, shape, num, runner.number % 4, halves=halves, split=columns)
     return cells, fragment_blocks(address, shape, int(num[1:]), halves, columns)
+
+
+def own_quarter(runner: Runner, address: int, instr: Instr) -> int:
+    """The address in the lanes that a warp reaches; another one is reported.
+
+    An example of CUTLASS gives each warp the address of lane 0, and means its own. What a GPU does is not documented.
+    """
+    quarter = runner.number % 4
+    lane, column = split_address(address)
+    if lane // QUARTER == quarter:
+        return address
+    first = quarter * QUARTER
+    runner.report(
+        Kind.TENSOR_MEMORY,
+        f"{instr.op.name} at {name_address(address)}: a warp with number % 4 = {quarter} reaches lanes {first} to"
+        f" {first + QUARTER - 1}; it goes on there",
+    )
+    return (first + lane % QUARTER) << 16 | column
 
 
 @executes(*LOADS)

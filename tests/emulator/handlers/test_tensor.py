@@ -140,6 +140,18 @@ def test_lanes_that_differ_in_an_address_are_found_and_do_not_stop_the_run(sched
     assert [one.kind for one in errors(machine)] == [Kind.TENSOR_ISSUE]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_lanes_of_another_warp_are_found_and_do_not_stop_the_run(schedule: str) -> None:
+    """Kernels that give each warp the address of lane 0: it reaches its own lanes."""
+    out = zeros(128)
+    body = ALLOCATED + ROUND_TRIP.replace("[%r6+3], {%r1", "[%r4+3], {%r1") + FREED
+    machine = run(body, out, block=128, schedule=schedule)
+    assert (out == 7000 + np.arange(128)).all()
+    (found,) = errors(machine)
+    assert found.kind == Kind.TENSOR_MEMORY
+    assert "reaches lanes" in found.message
+
+
 def test_allocations_are_given_back() -> None:
     out = zeros(128)
     leaky = run(ALLOCATED + ROUND_TRIP, out, block=128)
