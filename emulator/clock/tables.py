@@ -166,7 +166,8 @@ def _unit(kind: Class, instr: Instr, chip: ChipClock) -> tuple[int, int]:
         rate = chip["matrix_flops"] / PARTITIONS * {"f16": 1, "tf32": 0.5, "f8": 2, "i8": 2, "f4": 4}[work.rate]
         return MMA, max(1, round(work.flops / rate))
     if kind is Class.PACK:
-        return FMA, 2  # 64 results of a cycle and SM; half of the FMA unit's
+        # 64 lanes a cycle and SM, as an H200 has them for two float32 to e4m3, and for two e4m3 to float16 (2fefd0a4).
+        return FMA, 2
     if kind in ACCESSES:
         return LSU, int(kind is Class.LOCAL)  # others have their wavefronts from an event
     found = cost(instr.op)

@@ -16,8 +16,8 @@
 - Global memory: H200 4.8 TB/s, 132 SMs, 1.755 GHz under load; B200 8 TB/s, 148 SMs, 1.85 GHz, which is what 2.25
   PFLOP/s and 8192 FLOP give; B300 the same memory rate.
 
-No public rate was found for tensor memory, for narrowing conversions of pairs and for the engine of bulk copies: these
-are counted and cost nothing but their issue slots.
+No public rate was found for tensor memory, for conversions of pairs and for the engine of bulk copies: these are
+counted and cost nothing but their issue slots.
 """
 
 from collections.abc import Mapping

@@ -67,6 +67,27 @@ def test_special_functions_take_what_their_unit_does():
     assert cycles[1] - cycles[0] == pytest.approx(50 * 512 / CHIP["special_rate"], rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("op", "lanes"),
+    [
+        # What ptxas makes of them: F2FP, which an H200 does for 64 lanes a cycle and SM, and HADD2.F32.
+        ("cvt.rn.f16x2.e4m3x2 {d}, %rs0;", 64),
+        ("cvt.rn.bf16x2.f32 {d}, %f0, %f0;", 64),
+        ("cvt.f32.f16 {d}, %rs0;", 128),
+        ("cvt.rn.f32.s32 {d}, %r0;", 16),
+    ],
+)
+def test_conversions_take_what_their_unit_does(op, lanes):
+    register = "%f{}" if op.startswith(("cvt.f32", "cvt.rn.f32")) else "%r{}"
+    start = "mov.f32 %f0, 0f3F800000;\nmov.b16 %rs0, 0;\nmov.u32 %r0, 0;\n"
+
+    def cycles(count):
+        lines = (op.format(d=register.format(n + 1)) for n in range(count))
+        return clocked(start + "\n".join(lines), block=512).cycles
+
+    assert cycles(40) - cycles(20) == pytest.approx(20 * 512 / lanes, rel=0.02)
+
+
 def test_a_busy_unit_goes_to_the_oldest_warp_or_to_the_youngest():
     """Of two warps of a scheduler the older one has a chain of arithmetic behind a tenth of the exponentials."""
     few, many, behind = 10, 100, 250
