@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the work of SM100's grouped GEMMs with that of quack's, or of their formats, counted in the emulator.
+"""Compares the work of SM100's grouped GEMMs with quack's and CUTLASS's, or by format, counted in the emulator.
 
 `python -m benchmarks.experts.model` runs both products of two experts with 128 rows each, k = 1024 in bfloat16: one
-tile of 128 x 256 accumulators for each of two CTAs. It prints the work of a CTA. Nothing here is a measurement: the
-cycles come from the emulator's model, which uses public rates.
+tile of 128 x 256 accumulators for each of two CTAs. It prints the work of a CTA. CUTLASS's example of grouped products,
+which `tools/setup_peers.py` gets, neither gathers nor scatters rows, so it stands beside the second product alone.
+Nothing here is a measurement: the cycles come from the emulator's model, which uses public rates.
 
 With `--formats` it prints that of dsl's kernels for weights in bfloat16, MXFP8, MXFP4 and NVFP4.
 """
@@ -22,10 +23,13 @@ MODULE = "benchmarks.experts.model"
 ARCH = "sm_100a"
 SMS = 2
 EXPERTS, ROWS, COLUMNS, K = 2, 128, 256, 1024
-PROVIDERS = ("dsl", "quack")
 # Of dsl's kernels, by the formats of their weights.
 FORMATS = ("bf16", "mxfp8", "mxfp4", "nvfp4")
 PRODUCTS = ("first", "second")
+# Which product of whose kernels stands beside dsl's.
+PEERS = (("first", "quack"), ("second", "quack"), ("second", "cutlass"))
+TITLES = {"first": "gather and SwiGLU", "second": "scatter"}
+MOST_WRONG = 0.005  # of a result in bfloat16
 BF16 = torch.bfloat16
 # What `amounts` calls the role with most instructions; the warps that gather may be that here.
 EPILOGUE, BUSIEST = "the epilogue's warps", "the role with most"
@@ -91,6 +95,20 @@ def in_format(name: str, product: str) -> None:
     host.run(function, case.spec, config, given, (1, SMS, SMS), Workspace(torch.device("cpu")))
 
 
+def cutlass() -> None:
+    """Runs CUTLASS's kernel; needs a process of its own. Rows lie in order. Raises AssertionError where it is wrong."""
+    pretend(ARCH)
+    cases = import_module("cases_cutlass_more")
+    tile = (ROWS, COLUMNS)
+    x, weights = torch.randn(EXPERTS, ROWS, K).to(BF16), matrices(EXPERTS, COLUMNS, K)
+    out = torch.full((EXPERTS, ROWS, COLUMNS), torch.nan, dtype=BF16)
+    kernel = cases.grouped_kernel(ARCH, "SMEM", tile)
+    cases.launch_grouped(kernel, list(zip(x, weights, out, strict=True)), tile, SMS)
+    exact = x.double() @ weights.double().mT
+    wrong = float((out.double() - exact).norm() / exact.norm())
+    assert wrong < MOST_WRONG, f"the result is {wrong:.3g} from the product"
+
+
 def theirs(product: str) -> None:
     """Runs quack's kernel; needs a process of its own. Gate and up rows alternate; the second product's rows lie in
     order on both sides.
@@ -121,17 +139,17 @@ def table() -> Iterator[str]:
     """The lines of a Markdown table."""
     found = {
         (provider, product): amounts([product_of(in_child(MODULE, f"{provider}-{product}"), product)])
-        for product in PRODUCTS
-        for provider in PROVIDERS
+        for provider, product in [*(("dsl", product) for product in PRODUCTS), *((peer, of) for of, peer in PEERS)]
     }
-    yield f"| a tile of {ROWS} x {COLUMNS} accumulators, of one CTA | gather and SwiGLU | ratio | scatter | ratio |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    heads = [f"{TITLES[product]}, dsl / {peer}" for product, peer in PEERS]
+    yield f"| a tile of {ROWS} x {COLUMNS} accumulators, of one CTA | {' | ratio | '.join(heads)} | ratio |"
+    yield f"| --- |{' ---: |' * (2 * len(heads))}"
     for what in found["dsl", "first"]:
         if not any(amount.get(what) for amount in found.values()):
             continue
         cells = []
-        for product in PRODUCTS:
-            mine, other = (found[provider, product].get(what, 0.0) for provider in PROVIDERS)
+        for product, peer in PEERS:
+            mine, other = (found[provider, product].get(what, 0.0) for provider in ("dsl", peer))
             cells += [f"{mine:,.0f} / {other:,.0f}", f"{mine / other:.2f}" if other else ""]
         yield f"| {what.replace(EPILOGUE, BUSIEST)} | {' | '.join(cells)} |"
 
@@ -148,12 +166,14 @@ def formats_table() -> Iterator[str]:
     yield f"| --- |{' ---: |' * len(heads)}"
     for what in found["bf16", "first"]:
         cells = [f"{found[name, product].get(what, 0.0):,.0f}" for product in PRODUCTS for name in FORMATS]
-        if set(cells) != {"0"}:
+        # The role with most of weights in bfloat16 is not the epilogue.
+        if set(cells) != {"0"} and "in the epilogue" not in what:
             yield f"| {what.replace(EPILOGUE, BUSIEST)} | {' | '.join(cells)} |"
 
 
 def main() -> int:
-    names = [f"{provider}-{product}" for provider in (*PROVIDERS, *FORMATS) for product in PRODUCTS]
+    names = [f"{provider}-{product}" for provider in ("dsl", *FORMATS) for product in PRODUCTS]
+    names += [f"{peer}-{product}" for product, peer in PEERS]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--formats", action="store_true", help="compare dsl's kernels for weights of different formats")
     parser.add_argument(CHILD, nargs=1, choices=names, metavar="PROVIDER", help=argparse.SUPPRESS)
@@ -162,6 +182,8 @@ def main() -> int:
         provider, product = options.child[0].split("-")
         if provider in FORMATS:
             return answer(profiled(lambda: in_format(provider, product), ARCH, SMS))
+        if provider == "cutlass":
+            return answer(profiled(cutlass, ARCH, SMS))
         run = ours if provider == "dsl" else theirs
         # quack's matrix products read what cp.async wrote, without a proxy fence that the emulator sees.
         return answer(profiled(lambda: run(product), ARCH, SMS, keep_findings=provider == "quack"))

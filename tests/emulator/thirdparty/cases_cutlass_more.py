@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,47 +160,64 @@ def cutlass_nvfp4_2cta(arch: str) -> Problem:
 SIZES = ((128, 128, 64), (200, 136, 128), (64, 256, 192))
 
 
-def grouped(arch: str, mode: str) -> Problem:
-    """Products [m, n, k] of their own in one launch, whose tensor maps the kernel writes."""
+def grouped_kernel(arch: str, mode: str, tile: tuple[int, int]) -> Once:
+    """The example's kernel, whose tensor maps are written in the memory that `mode` says: SMEM or GMEM."""
     import cutlass
-    from cutlass.cute.runtime import from_dlpack
     from cutlass.utils import TensorMapUpdateMode
 
-    tile, update = (128, 64), getattr(TensorMapUpdateMode, mode)
+    update = getattr(TensorMapUpdateMode, mode)
     if arch == SM100:
         module = example(f"{KERNELS}/grouped_gemm/grouped_gemm.py")
         made = module.GroupedGemmKernel(cutlass.Float32, False, tile, (1, 1), update)
     else:
         module = example(f"{HOPPER}/grouped_gemm/grouped_gemm.py")
         made = module.HopperGroupedGemmPersistentKernel(cutlass.Float32, tile, (1, 1), 1, True, update)
-    kernel = Once(made, (3, 7, 9))
+    return Once(made, (3, 7, 9))
+
+
+Group = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def launch_grouped(kernel: Once, groups: Sequence[Group], tile: tuple[int, int], sms: int) -> None:
+    """Products a [m, k] by b [n, k] to out [m, n] of each group in one launch, all dense and of one dtype."""
+    from cutlass.cute.runtime import from_dlpack
+
+    by_address(*(one for group in groups for one in group))
+    device, dtype = groups[0][0].device, groups[0][0].dtype
+    sizes = [(len(a), len(b), a.shape[1]) for a, b, _ in groups]
+
+    def fixed(rows: Any, dtype: torch.dtype) -> Any:
+        return from_dlpack(torch.tensor(rows, dtype=dtype, device=device), assumed_align=16)
+
+    # A tensor map begins at a multiple of 128 bytes.
+    room = torch.zeros(sms * 48 + 16, dtype=torch.int64, device=device)
+    first = -room.data_ptr() % 128 // 8
+    maps = room[first : first + sms * 48].view(sms, 3, 16)
+    kernel(
+        *matrices(*(torch.zeros(8, 8, dtype=dtype, device=device) for _ in range(3))),
+        len(sizes),
+        fixed([(*size, 1) for size in sizes], torch.int32),
+        fixed([[(x.shape[1], 1) for x in group] for group in groups], torch.int32),
+        fixed([[x.data_ptr() for x in group] for group in groups], torch.int64),
+        sum(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) for m, n, _ in sizes),
+        from_dlpack(maps),
+        sms,
+        stream(),
+    )
+
+
+def grouped(arch: str, mode: str) -> Problem:
+    """Products [m, n, k] of their own in one launch, whose tensor maps the kernel writes."""
+    tile = (128, 64)
+    kernel = grouped_kernel(arch, mode, tile)
     pairs = [(normal(m, k).to(F16), normal(n, k).to(F16)) for m, n, k in SIZES]
     inputs = {f"{name}{group}": x for group, pair in enumerate(pairs) for name, x in zip("ab", pair, strict=True)}
 
     def call(**given: torch.Tensor) -> dict[str, torch.Tensor]:
         device = given["a0"].device
         outs = [torch.full((m, n), torch.nan, dtype=F16, device=device) for m, n, _ in SIZES]
-        by_address(*given.values(), *outs)
         groups = [(given[f"a{group}"], given[f"b{group}"], out) for group, out in enumerate(outs)]
-
-        def fixed(rows: Any, dtype: torch.dtype) -> Any:
-            return from_dlpack(torch.tensor(rows, dtype=dtype, device=device), assumed_align=16)
-
-        # A tensor map begins at a multiple of 128 bytes.
-        room = torch.zeros(SMS * 48 + 16, dtype=torch.int64, device=device)
-        first = -room.data_ptr() % 128 // 8
-        maps = room[first : first + SMS * 48].view(SMS, 3, 16)
-        kernel(
-            *matrices(*(torch.zeros(8, 8, dtype=F16, device=device) for _ in range(3))),
-            len(SIZES),
-            fixed([(*size, 1) for size in SIZES], torch.int32),
-            fixed([[(x.shape[1], 1) for x in group] for group in groups], torch.int32),
-            fixed([[x.data_ptr() for x in group] for group in groups], torch.int64),
-            sum(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) for m, n, _ in SIZES),
-            from_dlpack(maps),
-            SMS,
-            stream(),
-        )
+        launch_grouped(kernel, groups, tile, SMS)
         return {f"out{group}": out for group, out in enumerate(outs)}
 
     expected = {f"out{group}": Expected(a.double() @ b.double().mT, a @ b.mT) for group, (a, b) in enumerate(pairs)}
