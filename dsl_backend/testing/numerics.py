@@ -29,8 +29,8 @@ def assert_same_non_finite(out: torch.Tensor, exact: torch.Tensor, what: str) ->
 
 
 def ranges(wrong: torch.Tensor) -> str:
-    """Rows with an element set, as text: `0-3, 7`. wrong: [rows, ...] bool."""
-    rows = wrong.flatten(1).any(1).nonzero().flatten().tolist()
+    """Rows with an element set, as text: `0-3, 7`. wrong: bool [rows] or [rows, ...]."""
+    rows = wrong[:, None].flatten(1).any(1).nonzero().flatten().tolist()
     spans: list[list[int]] = []
     for row in rows:
         if spans and spans[-1][1] == row - 1:

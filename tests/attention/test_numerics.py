@@ -149,3 +149,4 @@ def test_ranges_in_words() -> None:
     assert ranges(torch.tensor([True, True, False, True, False])[:, None]) == "0-1, 3"
     assert ranges(torch.zeros(40, 1, dtype=torch.bool)) == ""
     assert ranges((torch.arange(60) % 2 == 0)[:, None]).endswith("... (30 rows)")
+    assert ranges(torch.tensor([True, False, True])) == "0, 2"
