@@ -71,7 +71,7 @@ class Problem:
     @property
     def specs(self) -> tuple[SamplingSpec, VerificationSpec]:
         by_ratio = self.known is Known.LOGITS
-        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16, logprobs=by_ratio)
+        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16)
         draft_dtype = torch.bfloat16 if by_ratio else torch.float32
         return drawn, VerificationSpec(
             max_drafts=self.drafts, vocab=self.vocab, known=self.known, draft_dtype=draft_dtype
@@ -179,11 +179,12 @@ def only_exact(inputs: Inputs, layer: Layer, tokens: torch.Tensor) -> torch.Tens
     """Tokens of this package, with none for a compared request whose tokens are not the definition's."""
     chosen, width = compared_rows(inputs), inputs.problem.drafts + 1
     parameters = problems.some_of(layer.parameters, chosen)
-    drawn = Sampled(*definition.sample(layer.logits[chosen], parameters))
+    logits = layer.logits[chosen]
+    drawn = Sampled(definition.sample(logits, parameters)[0])
     cu_rows = torch.arange(0, len(chosen) + 1, width, dtype=torch.int32, device=tokens.device)
     known = None if layer.draft_logits is None else distributions_of(layer.draft_logits, inputs.compared)
     drafts = Drafts(inputs=layer.drafts.inputs[chosen], cu_rows=cu_rows, distributions=known)
-    expected, _ = verification_reference.verify(drawn, parameters, drafts, inputs.problem.specs[1])
+    expected, _ = verification_reference.verify(drawn, parameters, drafts, inputs.problem.specs[1], logits)
     marked = tokens.clone()
     marked[inputs.compared] = marked[inputs.compared].where(
         (expected == tokens[inputs.compared]).all(-1, True), NO_TOKEN
@@ -213,7 +214,7 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
         rows = api.run(samplers[index], layer.logits, layer.parameters)
-        return verification.run(verifiers[index], rows, layer.parameters, layer.drafts).tokens
+        return verification.run(verifiers[index], rows, layer.parameters, layer.drafts, layer.logits).tokens
 
     def view(tokens: torch.Tensor) -> torch.Tensor:
         written = [one.results.tokens.data_ptr() for one in verifiers].index(tokens.data_ptr())
@@ -229,7 +230,7 @@ def plain_objections(problem: Problem) -> list[str]:
 @provider("verification", name="plain", objections=plain_objections, package="dsl-backend")
 def plain(problem: Problem, inputs: Inputs) -> Launch:
     """Samples the rows and verifies nothing; the check verifies its tokens by the definition, as tokens alone."""
-    drawn = replace(problem.specs[0], logprobs=False)
+    drawn = problem.specs[0]
     rule = VerificationSpec(max_drafts=problem.drafts, vocab=problem.vocab)
     plans = [api.plan(drawn, problem.rows, inputs.compared.device) for _ in inputs.layers]
 

@@ -32,7 +32,7 @@ from dsl_backend.quant.reference import Quantized, dequantized, scales_of
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.sampling import verification, verification_reference
+from dsl_backend.sampling import verification
 from dsl_backend.sampling.verification import Known
 from dsl_backend.testing import experts, fuzz, linear, norm, sampling, scaled, softmax
 from dsl_backend.testing.cases import FP16, Case, mla
@@ -49,12 +49,12 @@ MIXED: dict[str, Any] = {"q_lens": (64, 1, 0, 17), "kv_lens": (64, 70, 5, 33), "
 E5M2 = torch.float8_e5m2
 
 
-def verify_drafts(known: Known) -> None:
+def verify_drafts(known: Known, filters: tuple[str, ...] = ()) -> None:
     """Rows of two blocks."""
-    step = random_step(0, known, 1100, CPU)
-    tokens, counts = verification_reference.verify(step.drawn, step.parameters, step.drafts, step.spec)
+    step = random_step(0, known, 1100, CPU, filters=filters)
+    tokens, counts = step.expected()
     plan = verification.plan(step.spec, step.drafts.requests, step.drawn.tokens.shape[0], CPU, "triton")
-    found = verification.run(plan, step.drawn, step.parameters, step.drafts)
+    found = verification.run(plan, *step.given, step.logits)
     assert torch.equal(found.tokens.long(), tokens)
     assert torch.equal(found.counts, counts)
 
@@ -124,6 +124,7 @@ CASES: Mapping[str, Any] = {
     "drafts": partial(verify_drafts, Known.TOKENS),
     "drafts-logits": partial(verify_drafts, Known.LOGITS),
     "drafts-probabilities": partial(verify_drafts, Known.PROBABILITIES),
+    "drafts-filtered": partial(verify_drafts, Known.LOGITS, ("top_p",)),
 }
 
 

@@ -6,8 +6,8 @@
     drawn = api.run(sampler, logits, parameters)
     tokens, counts = run(verifier, drawn, parameters, Drafts(inputs=inputs, cu_rows=cu_rows))
 
-`verification_reference.py` has the definition. Every kernel gives the same tokens for the same drawn tokens and
-log-probabilities, bit for bit.
+Where the distributions of drafts are known, `run` also takes the logits. `verification_reference.py` has the
+definition. Every kernel gives the same tokens for the same drawn tokens and logits, bit for bit.
 """
 
 from typing import Protocol
@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 
 from dsl_backend import checks
-from dsl_backend.checks import require
+from dsl_backend.checks import require, short
+from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import Target, cuda_index, detect
 from dsl_backend.sampling import verification_dispatch
-from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling.spec import LOGITS_DTYPES, Parameters, Sampled
 from dsl_backend.sampling.verification_spec import (
     NO_TOKEN,
     Distributions,
@@ -46,7 +47,9 @@ class Kernel(Protocol):
 
     def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None: ...
 
-    def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
+    def launch(
+        self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
+    ) -> None:
         """Verify the drafts of at least one request."""
         ...
 
@@ -100,12 +103,20 @@ def plan(
     return VerificationPlan(spec, target, max_requests, max_rows, device, kernel)
 
 
-def run(plan: VerificationPlan, drawn: Sampled, parameters: Parameters, drafts: Drafts) -> Verified:
+def run(
+    plan: VerificationPlan,
+    drawn: Sampled,
+    parameters: Parameters,
+    drafts: Drafts,
+    logits: torch.Tensor | None = None,
+) -> Verified:
     """Verify a step's drafts. It does not synchronize with the GPU or allocate memory.
 
     Args:
-        drawn: what the sampler drew from the rows' logits; with log-probabilities where distributions are known.
+        drawn: what the sampler drew from the rows' logits.
         parameters: that the sampler drew with. Without distributions they are not read.
+        logits: that the sampler drew from, [rows, vocab] of any of its dtypes, at any row stride. Needed where
+            distributions are known, and else not read.
 
     Returns:
         Views of the plan's buffers, which its next step overwrites.
@@ -124,9 +135,23 @@ def run(plan: VerificationPlan, drawn: Sampled, parameters: Parameters, drafts: 
         f"{drafts.requests} requests exceed the plan's max_requests, {plan.max_requests}",
     )
     if plan.spec.known is not Known.TOKENS:
-        require(drawn.logprobs is not None, "the ratio test needs the sampler's log-probabilities: logprobs=True")
+        check_logits(logits, rows, plan)
         parameters.check(rows, plan.device)
     out = Verified(*(tensor[: drafts.requests] for tensor in plan.results))
     if drafts.requests:
-        plan.kernel.launch(drawn, parameters, drafts, out)
+        plan.kernel.launch(drawn, parameters, drafts, logits, out)
     return out
+
+
+def check_logits(logits: torch.Tensor | None, rows: int, plan: VerificationPlan) -> None:
+    """Raise InvalidInput where the logits of a ratio test are not given or do not fit."""
+    require(logits is not None, "the ratio test needs the logits that the tokens were drawn from")
+    checks.tensor("logits", logits)
+    assert logits is not None, "required above"
+    vocab = plan.spec.vocab
+    fits = logits.shape == (rows, vocab) and (vocab == 1 or logits.stride(1) == 1)
+    if not fits or logits.dtype not in LOGITS_DTYPES or logits.device != plan.device:
+        raise InvalidInput(
+            f"logits are {short(logits.dtype)} {tuple(logits.shape)} on {logits.device}: float32, bfloat16 or float16 "
+            f"[{rows}, {vocab}] with contiguous rows on {plan.device} is needed"
+        )

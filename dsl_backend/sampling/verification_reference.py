@@ -12,7 +12,9 @@ So a request gets the tokens that it would get without drafts, bit for bit, what
 is the target's for any drafter that does not know the sampler's random numbers.
 
 Where the distribution q of a draft d is known, p is that of the row after temperature and filters. Both are integers
-in units of 2**-40, from which all follows exactly:
+in units of 2**-40, floor(prob * s / 2**62) of probabilities before normalization with s = floor(2**62 / their sum). The
+sum of a row that no filter shortens, and of a draft's, is by blocks, as in `reference.py`. From p and q all follows
+exactly:
 
 - d is accepted if floor(U * q(d) / 2**62) < p(d), which has the probability min(1, p(d) / q(d));
 - else the token is drawn from max(p - q, 0), by its prefix sums (`reference.search`);
@@ -35,10 +37,24 @@ ONE = 1 << fixed_point.PROB_BITS
 HIGHEST_62 = (1 << 62) - 1
 
 
-def target_probs(logprobs: torch.Tensor) -> torch.Tensor:
-    """P in units of 2**-40, int64, from log-probabilities."""
-    zero, scale = logprobs.new_zeros(()), logprobs.new_tensor(fixed_point.EXPONENT_SCALE)
-    return reference.probs(reference.exponents(logprobs, zero, scale))
+def normalized(prob: torch.Tensor, prob_sum: torch.Tensor) -> torch.Tensor:
+    """Probabilities in units of 2**-40, int64. prob_sum: [rows, 1], at least 2**40 unless all are 0."""
+    # 2**62 / sum in units of 2**-40, by one division in float64.
+    scale = (2.0**102 / prob_sum.clamp(min=ONE).double()).long().clamp(max=HIGHEST_62)
+    return reference.multiply_high(prob, scale)
+
+
+def target_probs(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """P in units of 2**-40, int64."""
+    rows = reference.rows_of(logits, parameters)
+    prob, prob_sum = rows.prob, rows.prefix[:, -1:]
+    if parameters.top_p is not None:
+        prob = prob * rows.kept
+        has_top_p = parameters.top_p < 1
+        if parameters.temperature is not None:
+            has_top_p &= ~reference.is_greedy(parameters.temperature)
+        prob_sum = torch.where(has_top_p.unsqueeze(1), prob.sum(-1, keepdim=True), prob_sum)
+    return normalized(prob, prob_sum)
 
 
 def draft_probs(values: torch.Tensor, temperature: torch.Tensor | None, known: Known) -> torch.Tensor:
@@ -48,11 +64,10 @@ def draft_probs(values: torch.Tensor, temperature: torch.Tensor | None, known: K
     x = reference.canonical(values)
     ones = torch.ones(len(x), device=x.device)
     usual = ones if temperature is None else torch.where(reference.is_greedy(temperature), 1.0, temperature)
+    scale = reference.scale_of(usual).unsqueeze(1)
     row_max = x.amax(-1, keepdim=True).clamp(max=fixed_point.MAX_LOGIT)
-    prob = reference.probs(reference.exponents(x, row_max, reference.scale_of(usual).unsqueeze(1)))
-    # 2**62 / sum in units of 2**-40, by one division in float64.
-    scale = (2.0**102 / prob.sum(-1, keepdim=True).double()).long().clamp(max=HIGHEST_62)
-    return reference.multiply_high(prob, scale)
+    prob = reference.probs(reference.exponents(x, row_max, scale))
+    return normalized(prob, reference.block_prefix(x, row_max, scale)[:, -1:])
 
 
 def bits_at(parameters: Parameters, offset: int) -> torch.Tensor:
@@ -78,7 +93,7 @@ def ratio_test(
 
 
 def row_results(
-    drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec
+    drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec, logits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(whether each row's draft is accepted, the token where it is not).
 
@@ -90,9 +105,9 @@ def row_results(
     known = drafts.distributions
     if known is None:
         return equal, tokens
-    assert drawn.logprobs is not None, "checked by run"
+    assert logits is not None, "checked by run"
     valid = (draft >= 0) & (draft < spec.vocab)
-    accepted, token = ratio_of_rows(drawn.logprobs, parameters, known, draft.where(valid, 0), spec.known)
+    accepted, token = ratio_of_rows(logits, parameters, known, draft.where(valid, 0), spec.known)
     greedy = torch.zeros_like(valid)
     if parameters.temperature is not None:
         greedy = reference.is_greedy(parameters.temperature)
@@ -101,22 +116,26 @@ def row_results(
 
 
 def ratio_of_rows(
-    logprobs: torch.Tensor, parameters: Parameters, known: Distributions, draft: torch.Tensor, kind: Known
+    logits: torch.Tensor, parameters: Parameters, known: Distributions, draft: torch.Tensor, kind: Known
 ) -> tuple[torch.Tensor, torch.Tensor]:
     index = known.index.long().clamp(0, len(known.values) - 1)
     q = draft_probs(known.values[index], parameters.temperature, kind)
-    return ratio_test(target_probs(logprobs), q, draft, parameters)
+    return ratio_test(target_probs(logits, parameters), q, draft, parameters)
 
 
 def verify(
-    drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec
+    drawn: Sampled,
+    parameters: Parameters,
+    drafts: Drafts,
+    spec: VerificationSpec,
+    logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [requests, max_drafts + 1] int64 and counts [requests] int32."""
     tokens = drawn.tokens.long()
     step = torch.arange(spec.max_drafts + 1, device=tokens.device)
     if not len(tokens):
         return step.new_full((drafts.requests, len(step)), NO_TOKEN), drafts.cu_rows[1:] * 0
-    accepted, token_if_not = row_results(drawn, parameters, drafts, spec)
+    accepted, token_if_not = row_results(drawn, parameters, drafts, spec, logits)
     first, end = drafts.cu_rows[:-1].long(), drafts.cu_rows[1:].long()
     num_drafts = (end - first - 1).clamp(max=spec.max_drafts).unsqueeze(1)
     rows = (first.unsqueeze(1) + step).clamp(max=len(tokens) - 1)
@@ -136,7 +155,9 @@ class ReferenceVerifier:
     def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec = spec
 
-    def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
-        tokens, counts = verify(drawn, parameters, drafts, self.spec)
+    def launch(
+        self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
+    ) -> None:
+        tokens, counts = verify(drawn, parameters, drafts, self.spec, logits)
         out.tokens.copy_(tokens)
         out.counts.copy_(counts)

@@ -24,6 +24,15 @@ class Step:
     drawn: Sampled
     parameters: Parameters
     drafts: Drafts
+    logits: torch.Tensor
+
+    @property
+    def given(self) -> tuple[Sampled, Parameters, Drafts]:
+        return self.drawn, self.parameters, self.drafts
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The definition's tokens and counts."""
+        return definition.verify(*self.given, self.spec, self.logits)
 
 
 def cu_rows_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -38,10 +47,14 @@ def random_step(
     draft_dtype: torch.dtype = torch.float32,
     token_dtype: torch.dtype = torch.int64,
     draft_vocab: int | None = None,
+    filters: tuple[str, ...] = ("top_k", "top_p"),
 ) -> Step:
     """Requests with filters, of which one row is greedy, and one has no logit above -inf.
 
     About half of the drafts are the tokens that are drawn. One is -1, and one is beyond the vocabulary.
+
+    Args:
+        filters: names of the parameters that rows have.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = sum(ROWS)
@@ -49,14 +62,19 @@ def random_step(
     logits[8] = -torch.inf
     temperature = torch.rand(rows, generator=generator) + 0.5
     temperature[5], temperature[20] = 0, float("nan")
+    seeds = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    values = {
+        "top_k": torch.randint(0, vocab, (rows,), generator=generator, dtype=torch.int32),
+        "top_p": torch.rand(rows, generator=generator) * 0.5 + 0.5,
+        "min_p": torch.rand(rows, generator=generator) * 0.02,
+    }
     parameters = Parameters(
-        seeds=torch.randint(-(2**62), 2**62, (rows,), generator=generator),
+        seeds=seeds,
         positions=torch.arange(rows) * 3,
         temperature=temperature,
-        top_k=torch.randint(0, vocab, (rows,), generator=generator, dtype=torch.int32),
-        top_p=torch.rand(rows, generator=generator) * 0.5 + 0.5,
+        **{name: values[name] for name in filters},  # type: ignore[arg-type]
     )
-    tokens, logprobs = reference.sample(logits, parameters)
+    tokens = reference.sample(logits, parameters)[0]
     inputs = tokens.roll(1)
     distributions = None
     if known is not Known.TOKENS:
@@ -64,9 +82,9 @@ def random_step(
         q = q[:, : draft_vocab or vocab].to(draft_dtype)
         drawn = torch.multinomial(q.float().softmax(-1), 1, generator=generator).view(-1).roll(1)
         inputs = torch.where(torch.rand(rows, generator=generator) < 0.8, drawn, inputs)
-        values = q.softmax(-1) if known is Known.PROBABILITIES else q
+        known_values = q.softmax(-1) if known is Known.PROBABILITIES else q
         order = torch.randperm(rows, generator=generator)
-        distributions = Distributions(values=values[order].to(device), index=order.argsort().to(device))
+        distributions = Distributions(values=known_values[order].to(device), index=order.argsort().to(device))
     else:
         other = torch.randint(0, vocab, (rows,), generator=generator)
         inputs = torch.where(torch.rand(rows, generator=generator) < 0.8, inputs, other)
@@ -77,7 +95,7 @@ def random_step(
     given = {name: one for name, one in vars(parameters).items() if one is not None}
     moved = Parameters(**{name: one.to(device) for name, one in given.items()})
     drafts = Drafts(inputs=inputs.int().to(device), cu_rows=cu_rows_of(ROWS, device), distributions=distributions)
-    return Step(spec, Sampled(tokens.to(device), logprobs.to(device)), moved, drafts)
+    return Step(spec, Sampled(tokens.to(device)), moved, drafts, logits.to(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +103,8 @@ class VerificationCase:
     """A `random_step`.
 
     Attributes:
-        draft_dtype, token_dtype, draft_vocab, seed: its arguments; draft_vocab is None where it is the target's.
+        draft_dtype, token_dtype, draft_vocab, seed, filters: its arguments; draft_vocab is None where it is the
+            target's.
     """
 
     id: str
@@ -95,6 +114,7 @@ class VerificationCase:
     token_dtype: torch.dtype = torch.int64
     draft_vocab: int | None = None
     seed: int = 0
+    filters: tuple[str, ...] = ("top_k", "top_p")
 
 
 TOKENS, LOGITS, PROBABILITIES = Known.TOKENS, Known.LOGITS, Known.PROBABILITIES
@@ -105,10 +125,14 @@ CASES = (
     VerificationCase(id="logits-bf16", known=LOGITS, vocab=77, draft_dtype=torch.bfloat16, seed=3),
     VerificationCase(id="probabilities", known=PROBABILITIES, vocab=300, token_dtype=torch.int32, seed=4),
     VerificationCase(id="draft-vocab", known=LOGITS, vocab=300, draft_vocab=80, seed=5),
+    VerificationCase(id="logits-no-filter", known=LOGITS, vocab=1300, filters=(), seed=7),
+    VerificationCase(id="probabilities-no-filter", known=PROBABILITIES, vocab=600, filters=(), seed=8),
+    VerificationCase(id="min-p", known=LOGITS, vocab=300, filters=("min_p",), seed=9),
 )
 WIDE = tuple(
-    VerificationCase(id=f"real-{known.value}", known=known, vocab=128_256, seed=6)
+    VerificationCase(id=f"real-{known.value}{suffix}", known=known, vocab=128_256, seed=6, filters=filters)
     for known in (TOKENS, LOGITS, PROBABILITIES)
+    for suffix, filters in (("", ("top_k", "top_p")), ("-no-filter", ()))
 )
 
 
@@ -124,17 +148,25 @@ def random_case(seed: int, widest: int) -> VerificationCase:
         token_dtype=draw.choice((torch.int64, torch.int32)),
         draft_vocab=draw.choice((None, draw.randint(2, vocab))),
         seed=seed,
+        filters=draw.choice(((), (), ("top_p",), ("top_k", "min_p"), ("top_k", "top_p", "min_p"))),
     )
 
 
 def check_verification(case: VerificationCase, kernel: str | None, device: torch.device | str) -> None:
     """Raise AssertionError where a token or a count is not the definition's."""
     step = random_step(
-        case.seed, case.known, case.vocab, torch.device(device), case.draft_dtype, case.token_dtype, case.draft_vocab
+        case.seed,
+        case.known,
+        case.vocab,
+        torch.device(device),
+        case.draft_dtype,
+        case.token_dtype,
+        case.draft_vocab,
+        case.filters,
     )
     rows = len(step.drawn.tokens)
     plan = verification.plan(step.spec, step.drafts.requests, rows, device, kernel)
-    found = verification.run(plan, step.drawn, step.parameters, step.drafts)
-    tokens, counts = definition.verify(step.drawn, step.parameters, step.drafts, step.spec)
+    found = verification.run(plan, *step.given, step.logits)
+    tokens, counts = step.expected()
     assert found.counts.tolist() == counts.tolist(), f"counts {found.counts.tolist()} where {counts.tolist()} is right"
     assert found.tokens.tolist() == tokens.tolist(), f"{found.tokens.tolist()} where {tokens.tolist()} is right"

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from dsl_backend.runtime.target import detect
 from dsl_backend.sampling import reference
-from dsl_backend.sampling.spec import Parameters, SamplingSpec
+from dsl_backend.sampling.spec import Parameters
 from dsl_backend.sampling.triton import logprobs_host as host
 from dsl_backend.testing import sampling
 from dsl_backend.testing.sampling import INF, NAN, SamplingCase, row
@@ -47,7 +47,7 @@ def written(x: torch.Tensor, parameters: Parameters, sms: int = SMS) -> torch.Te
     if x.device.type == "cpu":
         target = replace(target, sm_count=sms)
     rows, vocab = x.shape
-    writer = host.RowLogprobs(SamplingSpec(vocab=vocab, dtype=x.dtype, logprobs=True), target, rows + 1, x.device)
+    writer = host.RowLogprobs(vocab, target, rows + 1, x.device)
     for tensor in writer.workspace:
         tensor.fill_(NAN if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 4)
     found = torch.full((rows, vocab), 7.0, device=x.device)

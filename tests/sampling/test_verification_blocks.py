@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from dsl_backend.runtime.target import detect
-from dsl_backend.sampling import verification_reference as definition
 from dsl_backend.sampling.triton import verification as kernels
 from dsl_backend.sampling.triton import verification_host as host
 from dsl_backend.sampling.verification import Known
@@ -20,14 +19,17 @@ from dsl_backend.testing.verification import Step, random_step
 
 # Of a GPU with which 1300 logits are three blocks, the last one in part.
 SMS, VOCAB = 6, 1300
-NAMES = ("max_of_blocks", "sum_of_blocks", "accept_drafts", "rest_of_blocks", "draw_from_rest")
+NAMES = ("sum_of_blocks", "filter_rows", "accept_drafts", "rest_of_blocks", "draw_from_rest")
 
 
 def verifier_of(step: Step, device: torch.device) -> host.TritonVerifier:
     """Whose workspace holds the worst that a step before can leave."""
     target = replace(detect(device), sm_count=SMS) if device.type == "cpu" else detect(device)
     verifier = host.TritonVerifier(step.spec, target, len(step.drawn.tokens), device)
-    for tensor in verifier.workspace:
+    workspaces = [verifier.filtered]
+    if step.spec.known is not Known.TOKENS:
+        workspaces.append(verifier.filters.workspace)
+    for tensor in (one for workspace in workspaces for one in workspace):
         if tensor is not None:
             tensor.fill_(torch.inf if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 4)
     return verifier
@@ -40,8 +42,8 @@ def difference(step: Step, device: torch.device) -> list[str]:
         torch.full((requests, step.spec.max_drafts + 1), -7, dtype=step.spec.token_dtype, device=device),
         torch.full((requests,), -7, dtype=torch.int32, device=device),
     )
-    verifier_of(step, device).launch(step.drawn, step.parameters, step.drafts, out)
-    tokens, counts = definition.verify(step.drawn, step.parameters, step.drafts, step.spec)
+    verifier_of(step, device).launch(*step.given, step.logits, out)
+    tokens, counts = step.expected()
     wrong = [] if torch.equal(out.counts, counts) else [f"counts {out.counts.tolist()} for {counts.tolist()}"]
     return wrong if torch.equal(out.tokens.long(), tokens) else [*wrong, f"{out.tokens.tolist()} for {tokens.tolist()}"]
 
@@ -66,24 +68,65 @@ def test_blocks() -> None:
 def test_rows_of_three_blocks(
     known: Known, dtype: torch.dtype, draft_vocab: int | None, seed: int, device: torch.device
 ) -> None:
-    assert difference(random_step(seed, known, VOCAB, device, dtype, draft_vocab=draft_vocab), device) == []
+    step = random_step(seed, known, VOCAB, device, dtype, draft_vocab=draft_vocab, filters=())
+    assert difference(step, device) == []
+
+
+@pytest.mark.parametrize(
+    ("known", "filters"),
+    [
+        (Known.LOGITS, ("top_p",)),
+        (Known.PROBABILITIES, ("min_p",)),
+        pytest.param(Known.LOGITS, ("top_k", "top_p"), marks=pytest.mark.full),
+        pytest.param(Known.PROBABILITIES, ("top_k", "top_p", "min_p"), marks=pytest.mark.full),
+    ],
+)
+def test_filtered_rows(known: Known, filters: tuple[str, ...], device: torch.device) -> None:
+    """Logits are rounded, so that many are ties of the last one that is kept."""
+    step = rounded(random_step(2, known, 600, device, filters=filters))
+    assert difference(step, device) == []
+
+
+def rounded(step: Step) -> Step:
+    return replace(step, logits=step.logits.round())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits(dtype: torch.dtype, device: torch.device) -> None:
+    """Of the target, as a part of padded rows."""
+    step = random_step(5, Known.LOGITS, VOCAB, device, filters=())
+    padded = torch.nn.functional.pad(step.logits.to(dtype), (0, 36), value=99.0)
+    assert difference(replace(step, logits=padded[:, :VOCAB]), device) == []
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_programs_of_several_blocks(chunks: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many rows; which blocks a program has changes no bit."""
+    found: Launches = {}
+    monkeypatch.setattr(host, "sum_of_blocks", Recorded("sum_of_blocks", found))
+    step = random_step(6, Known.LOGITS, VOCAB, device, draft_vocab=1100, filters=())
+    # The grid would have 240 programs.
+    monkeypatch.setattr(host, "PROGRAMS_OF_SM", 240 / SMS / chunks if device.type == "cpu" else host.PROGRAMS_OF_SM)
+    assert difference(step, device) == []
+    if device.type == "cpu":
+        assert found["sum_of_blocks"] == [(40, -(-3 // chunks), 2)]
 
 
 @pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 def test_a_vocabulary_of_one_token(known: Known, device: torch.device) -> None:
-    assert difference(random_step(0, known, 1, device), device) == []
+    assert difference(random_step(0, known, 1, device, filters=()), device) == []
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 def test_a_real_vocabulary(known: Known, device: torch.device) -> None:
-    assert difference(random_step(0, known, 128_256, device), device) == []
+    assert difference(random_step(0, known, 128_256, device, filters=()), device) == []
 
 
 @pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 def test_values_that_are_not_finite(known: Known, device: torch.device) -> None:
     """Rows with NaN, with infinite logits of both signs, and with nothing above -inf; some block has no other logit."""
-    step = random_step(3, known, VOCAB, device)
+    step = random_step(3, known, VOCAB, device, filters=())
     assert step.drafts.distributions is not None
     values = step.drafts.distributions.values
     values[0::5, 3::7] = torch.nan
@@ -91,18 +134,24 @@ def test_values_that_are_not_finite(known: Known, device: torch.device) -> None:
     values[2::5, :512] = -torch.inf
     values[3::5] = -torch.inf
     values[3::10] = torch.nan
+    logits = step.logits
+    logits[4, 3::7] = torch.nan
+    logits[9, 600] = torch.inf
+    logits[10, :512] = -torch.inf
+    logits[18] = torch.nan
     assert difference(step, device) == []
 
 
 @pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 def test_greedy_requests_have_no_ratio(known: Known, device: torch.device) -> None:
-    step = random_step(4, known, 300, device)
+    step = random_step(4, known, 300, device, filters=())
     assert step.parameters.temperature is not None
     step.parameters.temperature[:16] = 0.0
     assert difference(step, device) == []
 
 
 Launches = dict[str, list[tuple[int, ...]]]
+AFTER_SUMS = {"accept_drafts": (10,), "rest_of_blocks": (10, 3), "draw_from_rest": (10,)}
 
 
 class Recorded:
@@ -118,35 +167,24 @@ class Recorded:
 
 
 @pytest.mark.parametrize(
-    ("known", "draft_vocab", "grids"),
+    ("known", "filters", "grids"),
     [
-        (Known.TOKENS, None, {"accept_drafts": (10,)}),
-        (
-            Known.LOGITS,
-            600,
-            {
-                "max_of_blocks": (40, 2),
-                "sum_of_blocks": (40, 2),
-                "accept_drafts": (10,),
-                "rest_of_blocks": (10, 3),
-                "draw_from_rest": (10,),
-            },
-        ),
-        (
-            Known.PROBABILITIES,
-            600,
-            {"accept_drafts": (10,), "rest_of_blocks": (10, 3), "draw_from_rest": (10,)},
-        ),
+        (Known.TOKENS, ("top_k",), {"accept_drafts": (10,)}),
+        (Known.LOGITS, (), {"sum_of_blocks": (40, 3, 2), **AFTER_SUMS}),
+        (Known.PROBABILITIES, (), {"sum_of_blocks": (40, 3, 1), **AFTER_SUMS}),
+        (Known.LOGITS, ("top_p",), {"sum_of_blocks": (40, 3, 1), "filter_rows": (26,), **AFTER_SUMS}),
+        (Known.PROBABILITIES, ("min_p",), {"filter_rows": (26,), **AFTER_SUMS}),
     ],
 )
 def test_launches(
-    known: Known, draft_vocab: int | None, grids: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    known: Known, filters: tuple[str, ...], grids: dict[str, tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each kernel once: a program for each request, or for each block of each row."""
+    """Each kernel once: a program for each request, for each row, or for each block of each row."""
     found: Launches = {}
+    monkeypatch.setattr(host.RowSums, "launch_sums", lambda *_: None)
     for name in NAMES:
         monkeypatch.setattr(host, name, Recorded(name, found, lambda grid: None))
-    step = random_step(0, known, VOCAB, torch.device("cpu"), draft_vocab=draft_vocab)
+    step = random_step(0, known, VOCAB, torch.device("cpu"), draft_vocab=600, filters=filters)
     difference(step, torch.device("cpu"))
     assert {name: made for name, made in found.items() if made} == {name: [grid] for name, grid in grids.items()}
 
@@ -154,12 +192,8 @@ def test_launches(
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        pytest.param(
-            "max_of_blocks", lambda grid: (grid[0], grid[1] - 1), id="a maximum is missing", marks=pytest.mark.full
-        ),
-        pytest.param(
-            "sum_of_blocks", lambda grid: (grid[0], grid[1] - 1), id="a sum of q is missing", marks=pytest.mark.full
-        ),
+        pytest.param("sum_of_blocks", lambda grid: (grid[0], grid[1] - 1, grid[2]), id="a block's sum is missing"),
+        pytest.param("sum_of_blocks", lambda grid: (*grid[:2], 1), id="the drafts' sums are missing"),
         pytest.param("rest_of_blocks", lambda grid: (grid[0], grid[1] - 1), id="a sum of the rest is missing"),
         pytest.param("draw_from_rest", lambda grid: None, id="no second draw"),
     ],
@@ -168,4 +202,19 @@ def test_a_launch_that_does_less_is_found(
     name: str, change: Callable[[tuple[int, ...]], Any], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     monkeypatch.setattr(host, name, Recorded(name, {}, change))
-    assert difference(random_step(0, Known.LOGITS, VOCAB, device), device) != []
+    assert difference(random_step(0, Known.LOGITS, VOCAB, device, filters=()), device) != []
+
+
+@pytest.mark.parametrize("name", ["pivots", "tie_ids", "normals"])
+def test_a_mistake_of_filtered_rows_is_found(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """The last logit that is kept, the first of its ties, and the sum of what is kept."""
+    step = rounded(random_step(2, Known.LOGITS, 600, device, filters=("top_p",)))
+    accept = host.TritonVerifier.accept
+
+    def with_mistake(self: host.TritonVerifier, given: Any, *rest: Any, **options: Any) -> None:
+        wrong = getattr(given.workspace, name)[: len(step.logits)]
+        wrong.copy_({"pivots": wrong - 1, "tie_ids": wrong * 0, "normals": wrong // 2}[name])
+        accept(self, given, *rest, **options)
+
+    monkeypatch.setattr(host.TritonVerifier, "accept", with_mistake)
+    assert difference(step, device) != []

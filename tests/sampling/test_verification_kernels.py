@@ -8,8 +8,6 @@ pytest.importorskip("triton")
 
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.sampling import verification
-from dsl_backend.sampling import verification_reference as definition
-from dsl_backend.sampling.spec import Sampled
 from dsl_backend.sampling.verification import Drafts, Known, VerificationSpec
 from dsl_backend.testing.verification import Step, random_step
 from tests.sampling.verification_cases import AT_ONCE, DRAFTS, SETTINGS, count, unfair
@@ -37,10 +35,10 @@ def test_kernel_is_the_definition(
     """Also where the drafts' vocabulary is smaller."""
     if kernel == "cute" and known is not Known.TOKENS:
         pytest.skip("has no ratio test")
-    for seed, draft_vocab in ((0, None), (1, 3)):
-        step = random_step(seed, known, vocab, device, dtype, token_dtype, draft_vocab)
-        tokens, counts = definition.verify(step.drawn, step.parameters, step.drafts, step.spec)
-        found = verification.run(plan_of(step, kernel, device), step.drawn, step.parameters, step.drafts)
+    for seed, draft_vocab, filters in ((0, None, ()), (1, 3, ("top_k", "top_p"))):
+        step = random_step(seed, known, vocab, device, dtype, token_dtype, draft_vocab, filters)
+        tokens, counts = step.expected()
+        found = verification.run(plan_of(step, kernel, device), *step.given, step.logits)
         assert found.tokens.dtype == token_dtype
         assert torch.equal(found.tokens.long(), tokens)
         assert torch.equal(found.counts, counts)
@@ -55,7 +53,11 @@ def test_tokens_have_the_targets_distribution(known: Known, name: str, device: t
     spec = VerificationSpec(max_drafts=DRAFTS, vocab=12, known=known)
     plan = verification.plan(spec, AT_ONCE, rows, device)
     found = count(
-        name, known, 5_000_000, device, lambda drawn, rows, drafts, _: verification.run(plan, drawn, rows, drafts)
+        name,
+        known,
+        5_000_000,
+        device,
+        lambda drawn, rows, drafts, _, logits: verification.run(plan, drawn, rows, drafts, logits),
     )
     assert unfair(name, known, found) == []
 
@@ -64,19 +66,22 @@ def test_arguments_that_do_not_fit_are_refused(device: torch.device) -> None:
     step = random_step(0, Known.LOGITS, 300, device)
     plan = plan_of(step, "triton", device)
     run = verification.run
-    with pytest.raises(InvalidInput, match=r"needs the sampler's log-probabilities: logprobs=True"):
-        run(plan, Sampled(step.drawn.tokens), step.parameters, step.drafts)
+    with pytest.raises(InvalidInput, match=r"the ratio test needs the logits that the tokens were drawn from"):
+        run(plan, *step.given)
+    for wrong in (step.logits[1:], step.logits.double(), step.logits.t().contiguous().t(), step.logits[:, 1:]):
+        with pytest.raises(InvalidInput, match=r"logits are float\d\d \(2[56], .* \[26, 300\] with contiguous rows"):
+            run(plan, *step.given, wrong)
     tokens_alone = Drafts(inputs=step.drafts.inputs, cu_rows=step.drafts.cu_rows)
     with pytest.raises(InvalidInput, match=r"distributions are not given: the spec has Known.LOGITS"):
-        run(plan, step.drawn, step.parameters, tokens_alone)
+        run(plan, step.drawn, step.parameters, tokens_alone, step.logits)
     fewer = Drafts(inputs=step.drafts.inputs[:25], cu_rows=step.drafts.cu_rows, distributions=step.drafts.distributions)
     with pytest.raises(InvalidInput, match=r"inputs is int32 \(25,\): contiguous \[26\] of int32 or int64 is needed"):
-        run(plan, step.drawn, step.parameters, fewer)
+        run(plan, step.drawn, step.parameters, fewer, step.logits)
     small = verification.plan(step.spec, 10, 25, device, "triton")
     with pytest.raises(InvalidInput, match=r"26 rows exceed the plan's max_rows, 25"):
-        run(small, step.drawn, step.parameters, step.drafts)
+        run(small, *step.given, step.logits)
     with pytest.raises(InvalidInput, match=r"10 requests exceed the plan's max_requests, 9"):
-        run(verification.plan(step.spec, 9, 26, device, "triton"), step.drawn, step.parameters, step.drafts)
+        run(verification.plan(step.spec, 9, 26, device, "triton"), *step.given, step.logits)
     with pytest.raises(InvalidInput, match=r"max_drafts is 0: an integer from 1 to 128 is needed"):
         VerificationSpec(max_drafts=0, vocab=9)
     with pytest.raises(Unsupported):

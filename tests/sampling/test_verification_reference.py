@@ -43,10 +43,10 @@ def is_greedy(step: Step, row: int) -> bool:
 
 
 def ratio(step: Step, row: int, draft: int) -> tuple[bool, int]:
-    known, logprobs = step.drafts.distributions, step.drawn.logprobs
+    known, given = step.drafts.distributions, step.parameters
     assert known is not None
-    assert logprobs is not None
-    p = definition.target_probs(logprobs[row : row + 1])[0].tolist()
+    of_row = {name: one[row : row + 1] for name, one in vars(given).items() if one is not None}
+    p = definition.target_probs(step.logits[row : row + 1], Parameters(**of_row))[0].tolist()
     index = int(known.index[row])
     temperature = step.parameters.temperature
     one = None if temperature is None else temperature[row : row + 1]
@@ -78,7 +78,7 @@ def ratio(step: Step, row: int, draft: int) -> tuple[bool, int]:
 )
 def test_the_rule(known: Known, dtype: torch.dtype, seed: int) -> None:
     step = random_step(seed, known, 200, CPU, dtype, draft_vocab=150 if seed % 2 else None)
-    tokens, counts = definition.verify(step.drawn, step.parameters, step.drafts, step.spec)
+    tokens, counts = step.expected()
     expected = one_by_one(step)
     assert [row[:n] for row, n in zip(tokens.tolist(), counts.tolist(), strict=True)] == expected
     width = step.spec.max_drafts + 1
@@ -88,10 +88,7 @@ def test_the_rule(known: Known, dtype: torch.dtype, seed: int) -> None:
 def test_steps_accept_some_drafts_and_not_all() -> None:
     """The random steps of these tests have requests of both kinds under every rule."""
     for known in Known:
-        found = [
-            definition.verify(step.drawn, step.parameters, step.drafts, step.spec)[1]
-            for step in (random_step(seed, known, 200, CPU) for seed in range(4))
-        ]
+        found = [step.expected()[1] for step in (random_step(seed, known, 200, CPU) for seed in range(4))]
         accepted = torch.stack(found).sub(1)
         drafts = torch.tensor(ROWS) - 1
         assert ((accepted > 0) & (accepted < drafts)).any(), known
@@ -102,7 +99,7 @@ def test_steps_accept_some_drafts_and_not_all() -> None:
 def test_tokens_are_those_without_drafts(seed: int) -> None:
     """Where tokens alone are known, whatever the drafts are."""
     step = random_step(seed, Known.TOKENS, 200, CPU)
-    tokens, counts = definition.verify(step.drawn, step.parameters, step.drafts, step.spec)
+    tokens, counts = step.expected()
     for request, first in enumerate(step.drafts.cu_rows[:-1].tolist()):
         n = int(counts[request])
         assert tokens[request, :n].tolist() == step.drawn.tokens[first : first + n].tolist()
@@ -110,13 +107,13 @@ def test_tokens_are_those_without_drafts(seed: int) -> None:
 
 @pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
 def test_drafts_of_the_target_itself_are_accepted(known: Known) -> None:
-    """Where the drafter's distribution is the target's, up to the rounding of log-probabilities."""
+    """Where the drafter's distribution is the target's, up to the rounding of probabilities."""
     rows, vocab = 2001, 64
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(2))
     parameters = Parameters(
         seeds=torch.arange(rows), positions=torch.arange(rows), temperature=torch.full((rows,), 0.7)
     )
-    tokens, logprobs = reference.sample(logits, parameters)
+    tokens, _ = reference.sample(logits, parameters)
     values = (logits / 0.7).softmax(-1) if known is Known.PROBABILITIES else logits
     inputs = torch.multinomial((logits / 0.7).softmax(-1), 1).view(-1).roll(1).int()
     spec = VerificationSpec(max_drafts=20, vocab=vocab, known=known)
@@ -124,7 +121,7 @@ def test_drafts_of_the_target_itself_are_accepted(known: Known) -> None:
     drafts = Drafts(
         inputs=inputs, cu_rows=requests, distributions=Distributions(values=values, index=torch.arange(rows))
     )
-    counts = definition.verify(Sampled(tokens, logprobs), parameters, drafts, spec)[1]
+    counts = definition.verify(Sampled(tokens), parameters, drafts, spec, logits)[1]
     assert (counts == 3).float().mean() > 0.999
 
 
@@ -190,8 +187,8 @@ def biased_target(patch: pytest.MonkeyPatch) -> None:
     """One token in 250 of the most likely one's is another's."""
     probs = definition.target_probs
 
-    def biased(logprobs: torch.Tensor) -> torch.Tensor:
-        p = probs(logprobs)
+    def biased(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        p = probs(logits, parameters)
         taken = p[:, 0] // 100
         p[:, 0] -= taken
         p[:, 1] += taken
@@ -257,7 +254,7 @@ def test_drafts_that_are_accepted_by_chance_are_found(requests: int, share: floa
     generator = torch.Generator().manual_seed(0)
 
     def lenient(
-        drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec
+        drawn: Sampled, parameters: Parameters, drafts: Drafts, spec: VerificationSpec, _: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         draft = drafts.inputs.long().roll(-1)
         chosen = torch.rand(len(draft), generator=generator) < share

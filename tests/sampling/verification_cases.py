@@ -14,7 +14,9 @@ from tests.sampling.distribution import chi_square
 # Requests of two drafts over a small vocabulary.
 VOCAB, DRAFTS = 12, 2
 AT_ONCE = 50_000
-Verify = Callable[[Sampled, Parameters, Drafts, VerificationSpec], Verified | tuple[torch.Tensor, torch.Tensor]]
+Verify = Callable[
+    [Sampled, Parameters, Drafts, VerificationSpec, torch.Tensor], Verified | tuple[torch.Tensor, torch.Tensor]
+]
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,14 @@ def count(name: str, known: Known, requests: int, device: torch.device, verify: 
     """Verify the drafts of so many requests, which differ in their seeds and in drafts drawn by torch.
 
     Args:
-        verify: (drawn, parameters, drafts, spec) -> tokens and counts.
+        verify: (drawn, parameters, drafts, spec, logits) -> tokens and counts.
     """
     target, draft = logits_of_rows()
     chances = chances_of(name)
     known_values = chances.draft.float() if known is Known.PROBABILITIES else draft
     spec = VerificationSpec(max_drafts=DRAFTS, vocab=VOCAB, known=known)
     one = row_parameters(name, 1, 0, torch.device("cpu"))
-    logprobs = reference.sample(target, one)[1].to(device)
+    logits = target.to(device).repeat(AT_ONCE, 1)
     row = reference.Rows(*(tensor.to(device) for tensor in reference.rows_of(target, one)))
     repeated = reference.Rows(*(tensor.repeat(AT_ONCE, 1) for tensor in row))
     found = Counts(torch.zeros(DRAFTS + 1, VOCAB, dtype=torch.int64), torch.zeros(DRAFTS, dtype=torch.int64))
@@ -105,8 +107,8 @@ def count(name: str, known: Known, requests: int, device: torch.device, verify: 
             cu_rows=torch.arange(0, rows + 1, DRAFTS + 1, dtype=torch.int32, device=device),
             distributions=distributions,
         )
-        drawn = Sampled(reference.draw(repeated, parameters), logprobs.repeat(AT_ONCE, 1))
-        tokens, counts = (one.cpu() for one in verify(drawn, parameters, drafts, spec))
+        drawn = Sampled(reference.draw(repeated, parameters))
+        tokens, counts = (one.cpu() for one in verify(drawn, parameters, drafts, spec, logits))
         for place in range(DRAFTS + 1):
             there = counts > place
             found.tokens[place] += torch.bincount(tokens[there, place].long(), minlength=VOCAB)

@@ -47,7 +47,7 @@ class Runner:
     """As much of a model runner as its sampler sees."""
 
     def __init__(self, own: Any, **changes: Any) -> None:
-        model = {"logprobs_mode": own.logprobs_mode, "get_vocab_size": lambda: VOCAB}
+        model = {"logprobs_mode": own.logprobs_mode, "get_vocab_size": lambda: VOCAB, "dtype": torch.float32}
         config = {
             "speculative_config": None,
             "additional_config": {"dsl": {"logprobs": "dsl"}},

@@ -147,13 +147,13 @@ def test_v1_ratio() -> None:
     runner, metadata = v1_runner(draft_sample_method="probabilistic"), v1_step()
     logits = some_logits(ROWS)
     parameters = v1_parameters(metadata, REQUESTS)
-    tokens, logprobs = reference.sample(logits, parameters)
+    tokens, _ = reference.sample(logits, parameters)
     inputs = some_drafts(tokens)
     made = v1_metadata(inputs)
     probs = (some_logits(len(made.draft_token_ids), 5) + logits[made.target_logits_indices]).softmax(-1)
     index = torch.arange(ROWS) - REQUESTS
     expected, _ = definition.verify(
-        Sampled(tokens, logprobs),
+        Sampled(tokens),
         parameters,
         Drafts(
             inputs=inputs,
@@ -161,6 +161,7 @@ def test_v1_ratio() -> None:
             distributions=Distributions(values=probs, index=index),
         ),
         VerificationSpec(max_drafts=DRAFTS, vocab=VOCAB, known=Known.PROBABILITIES),
+        logits,
     )
     found = runner.rejection_sampler(made, probs, logits.clone(), metadata).sampled_token_ids
     assert found.tolist() == expected.tolist()
@@ -369,13 +370,13 @@ def test_v2_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     accepted = 0
     for turn in range(10):
         logits = some_logits(ROWS, turn) * 0.3
-        tokens, logprobs = reference.sample(logits, parameters)
+        tokens, _ = reference.sample(logits, parameters)
         drafts = Drafts(
             inputs=torch.randint(0, 150, (ROWS,), generator=generator, dtype=torch.int32),
             cu_rows=torch.from_numpy(CU_ROWS).int(),
             distributions=distributions,
         )
-        expected, counts = definition.verify(Sampled(tokens, logprobs), parameters, drafts, spec)
+        expected, counts = definition.verify(Sampled(tokens), parameters, drafts, spec, logits)
         _, found, found_counts = v2_verify(own, logits, drafts.inputs, draft_logits)
         assert torch.equal(found, expected)
         assert torch.equal(found_counts, counts)
@@ -444,14 +445,14 @@ def test_v2_processing_is_that_of_each_rows_text(monkeypatch: pytest.MonkeyPatch
     for row, local in enumerate(LOCAL):
         processor.change(processed[row], inputs[row - local + 1 : row + 1].tolist())
     parameters = v2_parameters()
-    drawn = Sampled(*reference.sample(processed, parameters))
+    drawn = Sampled(reference.sample(processed, parameters)[0])
     distributions = None
     if draft_logits is not None:
         index = torch.from_numpy(SLOTS[REQUEST] * DRAFTS + LOCAL)
         distributions = Distributions(values=draft_logits.view(-1, VOCAB), index=index)
     drafts = Drafts(inputs=inputs, cu_rows=torch.from_numpy(CU_ROWS).int(), distributions=distributions)
     spec = VerificationSpec(max_drafts=DRAFTS, vocab=VOCAB, known=known)
-    expected, expected_counts = definition.verify(drawn, parameters, drafts, spec)
+    expected, expected_counts = definition.verify(drawn, parameters, drafts, spec, processed)
     values, tokens, counts = v2_verify(own, logits.clone(), inputs, draft_logits)
     torch.testing.assert_close(values, processed)
     assert torch.equal(counts, expected_counts)

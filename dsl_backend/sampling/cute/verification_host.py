@@ -63,6 +63,8 @@ class CuteVerifier:
             function = self.functions[key] = build(key, self.target)
         return function
 
-    def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
+    def launch(
+        self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
+    ) -> None:
         key = key_of(self.spec, drawn.tokens.dtype, drafts.inputs.dtype)
         self.function(key)(*VerifyArgs(drawn.tokens, drafts.inputs, drafts.cu_rows, out.tokens, out.counts))

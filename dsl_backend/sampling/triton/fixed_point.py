@@ -23,6 +23,9 @@ DEFINED_BLOCK = tl.constexpr(fixed_point.BLOCK)
 ROUND_TO_INT = tl.constexpr(1.5 * 2**23)
 MASS_ONE = tl.constexpr(float(1 << fixed_point.MANTISSA_BITS))
 MASS_WEIGHT = tl.constexpr(1 << fixed_point.MANTISSA_BITS)
+HIGHEST_62 = tl.constexpr((1 << 62) - 1)
+# 2**62 in units of 2**-PROB_BITS.
+NORMAL_ONE = tl.constexpr(2.0 ** (62 + fixed_point.PROB_BITS))
 WEIGHT_SHIFT = tl.constexpr(62 - fixed_point.MANTISSA_BITS - 11)
 PROB_ONE = tl.constexpr(float(1 << fixed_point.PROB_BITS))
 PROB_UNIT = tl.constexpr(1.0 / (1 << fixed_point.PROB_BITS))
@@ -54,8 +57,8 @@ def scale_of(temperature):
 
 
 @triton.jit
-def scaled_prob_of(x, reference, scale, one):
-    """The probability of x before normalization, int64. Of infinite references only -inf, with 0.
+def float_prob_of(x, reference, scale, one):
+    """The probability of x before normalization, float32 with a fraction. Of infinite references only -inf, with 0.
 
     Args:
         one: the result at the reference, a power of two: `MASS_ONE` or `PROB_ONE`.
@@ -73,7 +76,19 @@ def scaled_prob_of(x, reference, scale, one):
     h = tl.fma(f, h, C0)
     # The power of two by its bits: this product is exact.
     power = ((127 + n.to(tl.int32)) << 23).to(tl.float32, bitcast=True)
-    return tl.where(counts, (h * power * one).to(tl.int64), 0)
+    return tl.where(counts, h * power * one, 0.0)
+
+
+@triton.jit
+def scaled_prob_of(x, reference, scale, one):
+    """The probability of x before normalization, int64. Arguments as in `float_prob_of`."""
+    return float_prob_of(x, reference, scale, one).to(tl.int64)
+
+
+@triton.jit
+def mass_of(x, reference, scale):
+    """The probability of x before normalization, int32 in units of 2**-29."""
+    return float_prob_of(x, reference, scale, MASS_ONE).to(tl.int32)
 
 
 @triton.jit
@@ -86,6 +101,20 @@ def prob_of(x, reference, scale):
 def weighted(mass_sum, weight):
     """A block's sum of masses in the row, int64 in units of 2**-40."""
     return multiply_high(mass_sum << 11, weight << WEIGHT_SHIFT)
+
+
+@triton.jit
+def normal_of(prob_sum):
+    """2**62 / the sum of a row's probabilities, which is PROB_ONE or more; of less as of that."""
+    divisor = tl.maximum(prob_sum.to(tl.float64), PROB_ONE)
+    return tl.minimum((tl.full(divisor.shape, NORMAL_ONE, tl.float64) / divisor).to(tl.int64), HIGHEST_62)
+
+
+@triton.jit
+def normalized(prob, normal):
+    """Probabilities in units of 2**-40, int64: floor(prob * normal / 2**62)."""
+    high = tl.umulhi((prob << 2).to(tl.uint64), tl.zeros(prob.shape, tl.uint64) + normal.to(tl.uint64))
+    return high.to(tl.int64)
 
 
 @triton.jit

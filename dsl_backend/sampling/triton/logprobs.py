@@ -236,12 +236,11 @@ def sum_digits(
 
 @triton.jit
 def last_kept(workspace, row, max_rows, relative, limit, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """What top-p keeps: (the least key, how many of this block's ties with it are removed, the sum kept).
+    """What top-p keeps: (the least key, how many ties with it are removed, a tie's probability, the sum kept).
 
-    Ties are removed from the lowest id on.
+    Ties are removed from the lowest id on. The probability is 1 at least.
     """
-    blocks = tl.cdiv(V, BLOCK)
-    pivot, missing, ties_prob = pivot_before(workspace, row, max_rows, limit, blocks, ALL_DIGITS, BLOCKS)
+    pivot, missing, ties_prob = pivot_before(workspace, row, max_rows, limit, tl.cdiv(V, BLOCK), ALL_DIGITS, BLOCKS)
     key = pivot.to(tl.uint32)
     bits = tl.where((key & SIGN) != 0, key ^ SIGN, ~key)
     # No key is 0: then all is kept, and there are no ties.
@@ -249,11 +248,16 @@ def last_kept(workspace, row, max_rows, relative, limit, V, BLOCKS: tl.constexpr
     tie_prob = tl.maximum(prob_of(x, relative[0], relative[1]), 1)
     ties = ties_prob // tie_prob
     kept = tl.minimum((missing + tie_prob - 1) // tie_prob, ties)
+    return pivot, ties - kept, tie_prob, limit - missing + kept * tie_prob
+
+
+@triton.jit
+def ties_of_blocks(workspace, row, max_rows, pivot, V, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
+    """The probabilities of all ties with top-p's least key in each block, [BLOCKS] int64."""
     block = tl.arange(0, BLOCKS)
     at = (((ALL_DIGITS - 1) & 1) * max_rows + row) * BLOCKS + block
     sums = workspace.digit_sums + at * DIGITS + (pivot & (DIGITS - 1))
-    before = tl.sum(tl.load(sums, mask=(block < blocks) & (block < tl.program_id(1)), other=0), 0)
-    return key, ties - kept - before // tie_prob, limit - missing + kept * tie_prob
+    return tl.load(sums, mask=block < tl.cdiv(V, BLOCK), other=0)
 
 
 @triton.jit
@@ -285,10 +289,13 @@ def write_logprobs(
         limits = (min_prob_of(parameters, row, greedy), tl.load(workspace.top_k_keys + row).to(tl.uint32))
         keep, _prob = allowed_prob(x, ids, V, relative, limits)
         if has_top_p:
-            pivot, removed, prob_sum = last_kept(workspace, row, max_rows, relative, limit, V, BLOCKS, BLOCK)
+            pivot, removed, tie_prob, prob_sum = last_kept(workspace, row, max_rows, relative, limit, V, BLOCKS, BLOCK)
+            ties = ties_of_blocks(workspace, row, max_rows, pivot, V, BLOCKS, BLOCK)
+            before = tl.sum(tl.where(tl.arange(0, BLOCKS) < tl.program_id(1), ties, 0), 0)
             key = to_ordered_uint(x)
-            tie = keep & (key == pivot)
-            keep &= (key > pivot) | (tie & (tl.cumsum(tie.to(tl.int32), 0) > removed))
+            tie = keep & (key == pivot.to(tl.uint32))
+            is_last = tl.cumsum(tie.to(tl.int32), 0) > removed - before // tie_prob
+            keep &= (key > pivot.to(tl.uint32)) | (tie & is_last)
         log_sum = tl.log2(prob_sum.to(tl.float32) * PROB_UNIT) * LN2
         # An infinite logit is no difference from itself.
         below_max = tl.where(x == row_max, 0.0, row_max - tl.where(x == row_max, 0.0, x))

@@ -23,18 +23,18 @@ from dsl_backend.sampling.triton.logprobs import (
 )
 
 
-class RowLogprobs:
-    """Log-probabilities of up to max_rows rows, on any CUDA device or in Triton's interpreter. It owns its workspace.
+class RowSums:
+    """What the filters keep of up to max_rows rows, and the sums of it. It owns its workspace.
 
-    Three launches; seven more where rows have top-k, and seven more where they have top-p. Each of them reads the
-    logits once, and the last one writes. Rows without a filter that others have leave its launches at once.
+    Two launches; seven more where rows have top-k, and seven more where they have top-p. Each of them reads the logits
+    once. Rows without a filter that others have leave its launches at once.
     """
 
-    def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
-        self.vocab, self.max_rows = spec.vocab, max_rows
-        self.block = block_of(spec.vocab, target.used_sms)
-        self.blocks = triton.next_power_of_2(triton.cdiv(spec.vocab, self.block))
-        self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
+    def __init__(self, vocab: int, target: Target, max_rows: int, device: torch.device) -> None:
+        self.vocab, self.max_rows = vocab, max_rows
+        self.block = block_of(vocab, target.used_sms)
+        self.blocks = triton.next_power_of_2(triton.cdiv(vocab, self.block))
+        overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
         longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
         self.workspace = LogprobsWorkspace(
             maxima=torch.empty(max_rows, self.blocks, device=device),
@@ -48,9 +48,17 @@ class RowLogprobs:
         self.ones = torch.ones(max_rows, device=device)
         self.zeros = torch.zeros(max_rows, device=device)
         self.no_top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.options: dict[str, Any] = {
+            "BLOCKS": self.blocks,
+            "BLOCK": self.block,
+            "OVERLAP": overlap,
+            "num_warps": warps_of(self.block),
+        }
+        # Of launches after the first one.
+        self.later = self.options | ({"launch_pdl": True} if overlap else {})
 
-    def launch(self, logits: torch.Tensor, parameters: Parameters, logprobs: torch.Tensor) -> None:
-        """Write logprobs, [rows, vocab] float32 and contiguous. logits: [rows, vocab] at any row stride."""
+    def arguments(self, logits: torch.Tensor, parameters: Parameters) -> tuple[Any, ...]:
+        """The first arguments of all launches: logits, their row stride, parameters, the workspace."""
         temperature, top_k, top_p = parameters.temperature, parameters.top_k, parameters.top_p
         rows = RowParameters(
             parameters.seeds,
@@ -60,24 +68,35 @@ class RowLogprobs:
             self.ones if top_p is None else top_p,
             self.zeros if parameters.min_p is None else parameters.min_p,
         )
-        given = logits, logits.stride(0), rows, self.workspace
-        sizes = self.vocab, self.max_rows
-        grid = logits.shape[0], triton.cdiv(self.vocab, self.block)
-        options: dict[str, Any] = {
-            "BLOCKS": self.blocks,
-            "BLOCK": self.block,
-            "OVERLAP": self.overlap,
-            "num_warps": warps_of(self.block),
-        }
-        max_of_row_blocks[grid](*given, sizes, **options)
-        if self.overlap:
-            options["launch_pdl"] = True
-        for digit in range(1, PASSES if top_k is not None else 1):
-            count_digits[grid](*given, sizes, digit, **options)
-        sum_of_row_blocks[grid](*given, sizes, **options)
-        for digit in range(1, PASSES if top_p is not None else 1):
-            sum_digits[grid](*given, sizes, digit, **options)
-        write_logprobs[grid](*given, logprobs, sizes, **options)
+        return logits, logits.stride(0), rows, self.workspace
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The last argument of all launches."""
+        return self.vocab, self.max_rows
+
+    def grid(self, rows: int) -> tuple[int, int]:
+        return rows, triton.cdiv(self.vocab, self.block)
+
+    def launch_sums(self, logits: torch.Tensor, parameters: Parameters) -> None:
+        """Fill the workspace. logits: [rows, vocab] at any row stride."""
+        given, sizes, grid = self.arguments(logits, parameters), self.sizes, self.grid(logits.shape[0])
+        max_of_row_blocks[grid](*given, sizes, **self.options)
+        for digit in range(1, PASSES if parameters.top_k is not None else 1):
+            count_digits[grid](*given, sizes, digit, **self.later)
+        sum_of_row_blocks[grid](*given, sizes, **self.later)
+        for digit in range(1, PASSES if parameters.top_p is not None else 1):
+            sum_digits[grid](*given, sizes, digit, **self.later)
+
+
+class RowLogprobs(RowSums):
+    """Log-probabilities of up to max_rows rows, on any CUDA device or in Triton's interpreter: one launch more."""
+
+    def launch(self, logits: torch.Tensor, parameters: Parameters, logprobs: torch.Tensor) -> None:
+        """Write logprobs, [rows, vocab] float32 and contiguous. logits: [rows, vocab] at any row stride."""
+        self.launch_sums(logits, parameters)
+        given, grid = self.arguments(logits, parameters), self.grid(logits.shape[0])
+        write_logprobs[grid](*given, logprobs, self.sizes, **self.later)
 
 
 def launch_ranks(values: torch.Tensor, out: Sampled, mode: LogprobsMode, config: TritonConfig) -> None:
@@ -108,7 +127,7 @@ class ProcessedRows:
 
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.mode = spec.logprobs_mode
-        self.logprobs = RowLogprobs(spec, target, max_rows, device)
+        self.logprobs = RowLogprobs(spec.vocab, target, max_rows, device)
         self.config = TritonConfig.default(spec, target)
 
     def launch(self, logits: torch.Tensor, parameters: Parameters, out: Sampled) -> None:

@@ -2,16 +2,17 @@
 """Verification of drafts in Triton.
 
 Where only tokens are known, `accept_drafts` is all: one program for each request finds the first draft that is not
-accepted, and writes the tokens. Where distributions are known there are up to five launches. In those that read rows,
-a row has a program for each of its blocks:
+accepted, and writes the tokens. Where distributions are known there are up to four launches, and rows have programs for
+their blocks. p and q are computed from logits where they are needed, and no row of probabilities is written:
 
-1. `max_of_blocks`: the largest draft logit of each block, for each draft.
-2. `sum_of_blocks`: the sum of each block's probabilities, below the row's maximum.
-3. `accept_drafts`: normalizes q of the drafts by the sums of their blocks, and tests them.
-4. `rest_of_blocks`: the sums of max(p - q, 0) of each block, for the one row of a request that is drawn again.
-5. `draw_from_rest`: finds the draw's block by these sums, and the token by a second look at that block.
+1. `sum_of_blocks`: the largest logit of each block, and the sum of its probabilities below it; of the rows of drafts,
+   and of the drafts' own. They are read once.
+2. `accept_drafts`: normalizes p and q of the drafts by these sums, and tests them.
+3. `rest_of_blocks`: the sums of max(p - q, 0) of each block, for the one row of a request that is drawn again.
+4. `draw_from_rest`: finds the draw's block by these sums, and the token by a second look at that block.
 
-Probabilities need no normalization, and so neither 1 nor 2. Sums are of integers: no partition changes a bit.
+Where rows have filters, the launches of `logprobs_host.RowSums` come first, and `filter_rows` keeps of each row what p
+is computed with. Sums are of integers: no partition changes a bit.
 """
 
 import triton
@@ -21,33 +22,50 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from dsl_backend.sampling import verification_random
 from dsl_backend.sampling.triton.dependent_launch import after_the_last_launch
 from dsl_backend.sampling.triton.fixed_point import (
-    EXPONENT_SCALE,
+    DEFINED_BLOCK,
     GREEDY_TEMPERATURE,
     MAX_LOGIT,
     NEG_INF,
     NO_ID,
     PROB_ONE,
     load_logits,
+    mass_of,
     multiply_high,
+    normal_of,
+    normalized,
     prob_of,
     random_bits,
     scale_of,
+    to_ordered_uint,
+    weighted,
 )
+from dsl_backend.sampling.triton.kernel import min_prob_of
+from dsl_backend.sampling.triton.logprobs import last_kept, row_of, row_top_p, ties_of_blocks
 
 RATIO_TEST = tl.constexpr(verification_random.RATIO_TEST)
 RESIDUAL = tl.constexpr(verification_random.RESIDUAL)
-HIGHEST_62 = tl.constexpr((1 << 62) - 1)
-SCALE_ONE = tl.constexpr(2.0**102)
 NO_TOKEN = tl.constexpr(-1)
 # Sums of blocks that a request's program adds at a time, of all its drafts.
 SUMS_AT_ONCE = tl.constexpr(2048)
 
 
 @triton.jit
-def target_probs(logprobs, ids, V):
-    """The target's probabilities in units of 2**-40, int64; 0 past the row's end."""
-    logprob = tl.load(logprobs + ids, mask=ids < V, other=NEG_INF)
-    return prob_of(logprob, 0.0, EXPONENT_SCALE)
+def target_probs(logits, ids, V, row, kept):
+    """The target's probabilities in units of 2**-40, int64; 0 past the row's end, and where a filter removes a token.
+
+    Args:
+        row: (scale of exponents, reference of the row, scale of its probabilities).
+        kept: (the least key, the first id of its ties, the least probability) that filters keep; None without filters.
+    """
+    exponent_scale, reference, normal = row
+    x = load_logits(logits, ids, V)
+    prob = prob_of(x, reference, exponent_scale)
+    counts = ids < V
+    if kept is not None:
+        key = to_ordered_uint(x).to(tl.int64)
+        counts &= (key > kept[0]) | ((key == kept[0]) & (ids >= kept[1]))
+        counts &= prob >= kept[2]
+    return tl.where(counts, normalized(prob, normal), 0)
 
 
 @triton.jit
@@ -55,16 +73,13 @@ def draft_probs(values, ids, V, row, PROBABILITIES: tl.constexpr):
     """The drafter's probabilities in units of 2**-40, int64; 0 past the row's end.
 
     Args:
-        row: (scale of exponents, reference of the row, scale of its probabilities); not used for PROBABILITIES.
+        row: as in `target_probs`; not used for PROBABILITIES.
     """
     if PROBABILITIES:
         q = tl.load(values + ids, mask=ids < V, other=0.0)
         return (tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0) * PROB_ONE).to(tl.int64)
     else:
-        exponent_scale, reference, scale = row
-        prob = prob_of(load_logits(values, ids, V), reference, exponent_scale)
-        prob = tl.umulhi((prob << 2).to(tl.uint64), tl.zeros(prob.shape, tl.uint64) + scale.to(tl.uint64))
-        return tl.where(ids < V, prob.to(tl.int64), 0)
+        return target_probs(values, ids, V, row, None)
 
 
 @triton.jit
@@ -98,97 +113,202 @@ def exponent_scale_of(parameters, row):
 
 
 @triton.jit
-def max_of_blocks(
-    stride, parameters, drafts, workspace, sizes, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+def sum_blocks(values, V, exponent_scale, maxima, masses, chunk, BLOCK: tl.constexpr):
+    """Leave the maxima and the sums of masses of one program's blocks number `chunk`, BLOCK logits in all."""
+    GROUPS: tl.constexpr = BLOCK // DEFINED_BLOCK
+    block = chunk * GROUPS + tl.arange(0, GROUPS)
+    ids = block[:, None] * DEFINED_BLOCK + tl.arange(0, DEFINED_BLOCK)[None, :]
+    x = load_logits(values, ids, V)
+    largest = tl.max(x, 1)
+    # Of a block without a logit above -inf the sum means nothing: its weight is 0.
+    mass = mass_of(x, tl.minimum(largest, MAX_LOGIT)[:, None], exponent_scale)
+    mask = block * DEFINED_BLOCK < V
+    tl.store(maxima + block, largest, mask=mask)
+    tl.store(masses + block, tl.sum(mass.to(tl.int64), 1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["CHUNKS"])
+def sum_of_blocks(
+    drawn,
+    strides,
+    parameters,
+    drafts,
+    workspace,
+    sizes,
+    CHUNKS,
+    PROBABILITIES: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Find the largest logit of one block of one draft: the grid is [requests * max_drafts, blocks of a draft's row].
+    """Sum blocks of one draft's row, or of its own: the grid is [requests * max_drafts, programs of a row, kinds].
+
+    Kinds are rows, unless these have filters, and then drafts, unless their probabilities are known.
 
     Args:
-        stride: between rows of the drafts' distributions.
-        parameters, drafts, workspace: bundles of `verification_args.py`.
-        sizes: (max_drafts, V, draft vocabulary).
-        BLOCKS: a power of two, from V / BLOCK on: of a row in the workspace.
+        drawn, parameters, drafts, workspace: bundles of `verification_args.py`.
+        strides: between rows of the logits, and of the drafts' distributions.
+        sizes: (max_drafts, V, draft vocabulary, rows of the workspace).
+        CHUNKS: a program has so many times BLOCK logits.
+        BLOCKS: a power of two, from V / 512 on: of a row in the workspace.
         OVERLAP: the launches after the first one are programmatic dependent launches.
     """
     if OVERLAP:
         gdc_launch_dependents()
-    max_drafts, V, draft_V = sizes
+    max_drafts, V, draft_V, max_rows = sizes
     program = tl.program_id(0)
     row, _, tested = draft_rows(parameters, drafts, program // max_drafts, program % max_drafts, max_drafts, V)
     if tested:
-        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = load_logits(draft_values(stride, drafts, row, tested), ids, draft_V)
-        tl.store(workspace.maxima + row * BLOCKS + tl.program_id(1), tl.max(x, 0))
+        exponent_scale = exponent_scale_of(parameters, row)
+        first = tl.program_id(1) * CHUNKS
+        ROWS: tl.constexpr = workspace.pivots is None
+        if ROWS:
+            if tl.program_id(2) == 0:
+                logits = drawn.logits + row * strides[0]
+                maxima, masses = workspace.maxima + row * BLOCKS, workspace.masses + row * BLOCKS
+                for chunk in range(first, first + CHUNKS):
+                    sum_blocks(logits, V, exponent_scale, maxima, masses, chunk, BLOCK)
+        if not PROBABILITIES:
+            if tl.program_id(2) == (1 if ROWS else 0):
+                values, at = draft_values(strides[1], drafts, row, tested), (max_rows + row) * BLOCKS
+                for chunk in range(first, first + CHUNKS):
+                    sum_blocks(
+                        values, draft_V, exponent_scale, workspace.maxima + at, workspace.masses + at, chunk, BLOCK
+                    )
 
 
 @triton.jit
-def sum_of_blocks(
-    stride, parameters, drafts, workspace, sizes, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+def filter_rows(
+    logits_ptr,
+    stride,
+    parameters,
+    sums,
+    workspace,
+    sizes,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Sum the probabilities of one block of one draft. Grid and arguments as in `max_of_blocks`."""
+    """Keep what one row's probabilities are computed with, of what filters keep: the grid is [rows].
+
+    Arguments as in `logprobs.max_of_row_blocks`.
+
+    Args:
+        sums: the workspace of the launches before.
+        workspace: that of verification.
+    """
     after_the_last_launch(OVERLAP)
-    max_drafts, V, draft_V = sizes
-    program = tl.program_id(0)
-    row, _, tested = draft_rows(parameters, drafts, program // max_drafts, program % max_drafts, max_drafts, V)
-    if tested:
-        blocks = tl.arange(0, BLOCKS)
-        maxima = tl.load(workspace.maxima + row * BLOCKS + blocks, mask=blocks < tl.num_programs(1), other=NEG_INF)
-        reference = tl.minimum(tl.max(maxima, 0), MAX_LOGIT)
-        ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = load_logits(draft_values(stride, drafts, row, tested), ids, draft_V)
-        prob = prob_of(x, reference, exponent_scale_of(parameters, row))
-        prob_sum = tl.sum(tl.where(ids < draft_V, prob, 0), 0)
-        tl.store(workspace.sums + row * BLOCKS + tl.program_id(1), prob_sum)
-        tl.store(workspace.references + row, reference, mask=tl.program_id(1) == 0)
+    V, max_rows = sizes
+    row = tl.program_id(0).to(tl.int64)
+    row_max, relative, _temperature, greedy = row_of(parameters, sums, row, V, BLOCKS, BLOCK)
+    pivot, tie_id = tl.full([], 0, tl.int64), tl.full([], 0, tl.int32)
+    normal = tl.full([], 0, tl.int64)
+    if row_max > NEG_INF:
+        prob_sum, has_top_p, limit = row_top_p(parameters, sums, row, greedy, V, BLOCKS, BLOCK)
+        pivot = tl.load(sums.top_k_keys + row)
+        if has_top_p:
+            least, removed, tie_prob, prob_sum = last_kept(sums, row, max_rows, relative, limit, V, BLOCKS, BLOCK)
+            if least >= pivot:
+                pivot = least
+                ties = ties_of_blocks(sums, row, max_rows, pivot, V, BLOCKS, BLOCK)
+                passed = tl.cumsum(ties, 0) <= removed * tie_prob
+                before = tl.sum(tl.where(passed, ties, 0), 0)
+                base = tl.sum(passed.to(tl.int32), 0) * BLOCK
+                ids = base + tl.arange(0, BLOCK)
+                tie = to_ordered_uint(load_logits(logits_ptr + row * stride, ids, V)) == pivot.to(tl.uint32)
+                rank = tl.cumsum(tie.to(tl.int32), 0)
+                tie_id = tl.min(tl.where(tie & (ids < V) & (rank > removed - before // tie_prob), ids, NO_ID), 0)
+        normal = normal_of(prob_sum)
+    tl.store(workspace.references + row, relative[0])
+    tl.store(workspace.normals + row, normal)
+    tl.store(workspace.pivots + row, pivot)
+    tl.store(workspace.tie_ids + row, tie_id)
+    tl.store(workspace.min_probs + row, min_prob_of(parameters, row, greedy))
+
+
+@triton.jit
+def row_normals(workspace, at, tested, exponent_scales, blocks, BLOCKS: tl.constexpr):
+    """(references, scales of probabilities) of rows whose blocks are summed, which are kept for later launches too.
+
+    Args:
+        at: [STEPS], of rows in the workspace.
+        exponent_scales: [STEPS].
+        blocks: that a row has.
+    """
+    most: tl.constexpr = SUMS_AT_ONCE // at.shape[0]
+    COLUMNS: tl.constexpr = BLOCKS if most > BLOCKS else most
+    row_max = tl.full(at.shape, NEG_INF, tl.float32)
+    for base in range(0, blocks, COLUMNS):
+        block = base + tl.arange(0, COLUMNS)
+        mask = tested[:, None] & (block < blocks)[None, :]
+        maxima = tl.load(workspace.maxima + at[:, None] * BLOCKS + block[None, :], mask=mask, other=NEG_INF)
+        row_max = tl.maximum(row_max, tl.max(maxima, 1))
+    references = tl.minimum(row_max, MAX_LOGIT)
+    prob_sums = tl.zeros(at.shape, tl.int64)
+    for base in range(0, blocks, COLUMNS):
+        block = base + tl.arange(0, COLUMNS)
+        mask = tested[:, None] & (block < blocks)[None, :]
+        offsets = at[:, None] * BLOCKS + block[None, :]
+        maxima = tl.load(workspace.maxima + offsets, mask=mask, other=NEG_INF)
+        weights = prob_of(tl.minimum(maxima, MAX_LOGIT), references[:, None], exponent_scales[:, None])
+        prob_sums += tl.sum(weighted(tl.load(workspace.masses + offsets, mask=mask, other=0), weights), 1)
+    # Without a logit above -inf all probabilities are 0.
+    normals = tl.where(row_max > NEG_INF, normal_of(prob_sums), 0)
+    tl.store(workspace.references + at, references, mask=tested)
+    tl.store(workspace.normals + at, normals, mask=tested)
+    return references, normals
+
+
+@triton.jit
+def kept_of(workspace, row, tested):
+    """What filters keep of rows, as `target_probs` needs it; None without filters."""
+    if workspace.pivots is not None:
+        pivot = tl.load(workspace.pivots + row, mask=tested, other=0)
+        tie_id = tl.load(workspace.tie_ids + row, mask=tested, other=0)
+        return pivot, tie_id, tl.load(workspace.min_probs + row, mask=tested, other=0)
+    else:
+        return None
 
 
 @triton.jit
 def test_ratios(
     drawn,
-    stride,
+    strides,
     parameters,
     drafts,
     workspace,
-    V,
-    draft_V,
+    sizes,
     rows,
     PROBABILITIES: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Whether p and q accept the drafts of a request; meaningless where they are not tested.
 
     Args:
         rows: (row, draft, whether it is tested), [STEPS] each.
     """
+    _, V, draft_V, max_rows = sizes
     row, draft, tested = rows
-    most: tl.constexpr = SUMS_AT_ONCE // row.shape[0]
-    COLUMNS: tl.constexpr = BLOCKS if most > BLOCKS else most
-    references = tl.zeros(row.shape, tl.float32)
-    scales = tl.zeros(row.shape, tl.int64)
-    exponent_scales = tl.zeros(row.shape, tl.float32)
-    if not PROBABILITIES:
-        blocks = tl.cdiv(draft_V, BLOCK)
-        prob_sums = tl.zeros(row.shape, tl.int64)
-        for base in range(0, blocks, COLUMNS):
-            block = base + tl.arange(0, COLUMNS)
-            mask = tested[:, None] & (block < blocks)[None, :]
-            at = workspace.sums + row[:, None] * BLOCKS + block[None, :]
-            prob_sums += tl.sum(tl.load(at, mask=mask, other=0), 1)
-        # At least PROB_ONE, or 0 if no logit is above -inf: then q is 0 with any scale.
-        divisors = tl.maximum(prob_sums.to(tl.float64), PROB_ONE)
-        scales = tl.minimum((tl.full(row.shape, SCALE_ONE, tl.float64) / divisors).to(tl.int64), HIGHEST_62)
-        tl.store(workspace.scales + row, scales, mask=tested)
-        references = tl.load(workspace.references + row, mask=tested, other=0.0)
-        temperatures = tl.full(row.shape, 1.0, tl.float32)
-        if parameters.temperature is not None:
-            temperatures = tl.load(parameters.temperature + row, mask=tested, other=1.0)
-        exponent_scales = scale_of(temperatures)
+    temperatures = tl.full(row.shape, 1.0, tl.float32)
+    if parameters.temperature is not None:
+        temperatures = tl.load(parameters.temperature + row, mask=tested, other=1.0)
+    exponent_scales = scale_of(temperatures)
     # Past the end of both rows where it is not tested.
     ids = tl.where(tested, draft, V)
-    values = draft_values(stride, drafts, row, tested)
-    q = draft_probs(values, ids, draft_V, (exponent_scales, references, scales), PROBABILITIES)
-    p = target_probs(drawn.logprobs + row * V, ids, V)
+    q_row = (exponent_scales, 0.0, 0)
+    if not PROBABILITIES:
+        blocks = tl.cdiv(draft_V, DEFINED_BLOCK)
+        references, normals = row_normals(workspace, max_rows + row, tested, exponent_scales, blocks, BLOCKS)
+        q_row = (exponent_scales, references, normals)
+    q = draft_probs(draft_values(strides[1], drafts, row, tested), ids, draft_V, q_row, PROBABILITIES)
+    if workspace.pivots is not None:
+        references = tl.load(workspace.references + row, mask=tested, other=0.0)
+        normals = tl.load(workspace.normals + row, mask=tested, other=0)
+    else:
+        blocks = tl.cdiv(V, DEFINED_BLOCK)
+        references, normals = row_normals(workspace, row, tested, exponent_scales, blocks, BLOCKS)
+    p_row = (exponent_scales, references, normals)
+    p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, kept_of(workspace, row, tested))
     seeds = tl.load(parameters.seeds + row, mask=tested, other=0)
     positions = tl.load(parameters.positions + row, mask=tested, other=0)
     return multiply_high(random_bits(seeds, positions + RATIO_TEST, 0), q) < p
@@ -197,7 +317,7 @@ def test_ratios(
 @triton.jit
 def accept_drafts(
     drawn,
-    stride,
+    strides,
     parameters,
     drafts,
     workspace,
@@ -206,7 +326,6 @@ def accept_drafts(
     PROBABILITIES: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Write the tokens of one request and their number.
@@ -215,13 +334,13 @@ def accept_drafts(
 
     Args:
         drawn, parameters, drafts, workspace, outputs: bundles of `verification_args.py`.
-        stride, sizes, BLOCKS, OVERLAP: as in `max_of_blocks`.
+        strides, sizes, BLOCKS, OVERLAP: as in `sum_of_blocks`.
         STEPS: a power of two, above max_drafts.
     """
     RATIO: tl.constexpr = drafts.distributions is not None
     if RATIO:
         after_the_last_launch(OVERLAP)
-    max_drafts, V, draft_V = sizes
+    max_drafts, V, _draft_V, _max_rows = sizes
     request = tl.program_id(0)
     first = tl.load(drafts.cu_rows + request).to(tl.int64)
     # -1 for a request without rows.
@@ -232,9 +351,7 @@ def accept_drafts(
     accepted = draft == sampled
     if RATIO:
         rows = draft_rows(parameters, drafts, request, step, max_drafts, V)
-        by_ratio = test_ratios(
-            drawn, stride, parameters, drafts, workspace, V, draft_V, rows, PROBABILITIES, BLOCKS, BLOCK
-        )
+        by_ratio = test_ratios(drawn, strides, parameters, drafts, workspace, sizes, rows, PROBABILITIES, BLOCKS)
         accepted = tl.where(rows[2], by_ratio, accepted)
     num_accepted = tl.min(tl.where((step < num_drafts) & accepted, STEPS, step), 0)
     token = tl.sum(tl.where(step == num_accepted, sampled, 0))
@@ -257,20 +374,24 @@ def drawn_again(drafts, workspace, request):
 
 
 @triton.jit
-def rest_probs(drawn, stride, parameters, drafts, workspace, V, draft_V, row, ids, PROBABILITIES: tl.constexpr):
+def rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES: tl.constexpr):
     """max(p - q, 0) of a row, in units of 2**-40, int64; 0 past the row's end."""
-    normal = (0.0, 0.0, 0)
+    _, V, draft_V, max_rows = sizes
+    exponent_scale = exponent_scale_of(parameters, row)
+    q_row = (exponent_scale, 0.0, 0)
     if not PROBABILITIES:
-        scale = tl.load(workspace.scales + row)
-        normal = (exponent_scale_of(parameters, row), tl.load(workspace.references + row), scale)
-    q = draft_probs(draft_values(stride, drafts, row, True), ids, draft_V, normal, PROBABILITIES)
-    return tl.maximum(target_probs(drawn.logprobs + row * V, ids, V) - q, 0)
+        at = max_rows + row
+        q_row = (exponent_scale, tl.load(workspace.references + at), tl.load(workspace.normals + at))
+    q = draft_probs(draft_values(strides[1], drafts, row, True), ids, draft_V, q_row, PROBABILITIES)
+    p_row = (exponent_scale, tl.load(workspace.references + row), tl.load(workspace.normals + row))
+    p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, kept_of(workspace, row, True))
+    return tl.maximum(p - q, 0)
 
 
 @triton.jit
 def rest_of_blocks(
     drawn,
-    stride,
+    strides,
     parameters,
     drafts,
     workspace,
@@ -282,21 +403,23 @@ def rest_of_blocks(
 ):
     """Sum max(p - q, 0) of one block of the row that is drawn again: the grid is [requests, blocks of a row].
 
-    Arguments as in `accept_drafts`.
+    The sums take the place of the row's masses. Arguments as in `accept_drafts`.
+
+    Args:
+        BLOCK: logits of a program.
     """
     after_the_last_launch(OVERLAP)
-    _, V, draft_V = sizes
     row, step = drawn_again(drafts, workspace, tl.program_id(0))
     if step >= 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        rest = rest_probs(drawn, stride, parameters, drafts, workspace, V, draft_V, row, ids, PROBABILITIES)
-        tl.store(workspace.sums + row * BLOCKS + tl.program_id(1), tl.sum(rest, 0))
+        rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
+        tl.store(workspace.masses + row * BLOCKS + tl.program_id(1), tl.sum(rest, 0))
 
 
 @triton.jit
 def draw_from_rest(
     drawn,
-    stride,
+    strides,
     parameters,
     drafts,
     workspace,
@@ -313,11 +436,11 @@ def draw_from_rest(
     """
     if OVERLAP:
         gdc_wait()
-    max_drafts, V, draft_V = sizes
+    max_drafts, V, _draft_V, _max_rows = sizes
     row, step = drawn_again(drafts, workspace, tl.program_id(0))
     if step >= 0:
         blocks = tl.arange(0, BLOCKS)
-        sums = tl.load(workspace.sums + row * BLOCKS + blocks, mask=blocks < tl.cdiv(V, BLOCK), other=0)
+        sums = tl.load(workspace.masses + row * BLOCKS + blocks, mask=blocks < tl.cdiv(V, BLOCK), other=0)
         total = tl.sum(sums, 0)
         if total > 0:
             bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RESIDUAL, 0)
@@ -325,6 +448,6 @@ def draw_from_rest(
             block = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
             before = tl.sum(tl.where(blocks < block, sums, 0), 0)
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            rest = rest_probs(drawn, stride, parameters, drafts, workspace, V, draft_V, row, ids, PROBABILITIES)
+            rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
             token = tl.min(tl.where(before + tl.cumsum(rest, 0) > target, ids, NO_ID), 0)
             tl.store(outputs.tokens + tl.program_id(0) * (max_drafts + 1) + step, token)

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 
 class Drawn(NamedTuple):
-    """Pointers to tokens [rows] and log-probabilities [rows, vocab], as `spec.Sampled`."""
+    """Pointers to tokens [rows] and the logits [rows, vocab] that they were drawn from."""
 
     tokens: Any
-    logprobs: Any
+    logits: Any
 
 
 class RowDrafts(NamedTuple):
@@ -26,20 +26,29 @@ class RowDrafts(NamedTuple):
 class Workspace(NamedTuple):
     """Pointers to what launches leave for those after them. A row's blocks are padded to a power of two.
 
+    Rows are followed by those of their drafts where a tensor has 2 * rows; where probabilities are known, it has rows.
+
     Attributes:
-        maxima: float32 [rows, blocks], the largest logits of the draft's blocks.
-        sums: int64 [rows, blocks], of the probabilities of the draft's blocks; later those of max(p - q, 0).
-        references: float32 [rows], of the draft's row.
-        scales: int64 [rows], 2**62 / the sum of the draft's probabilities.
+        maxima: float32 [2 * rows, blocks], the largest logits of blocks of 512.
+        masses: int64 [2 * rows, blocks], the sums of their probabilities below that; later, of rows, those of
+            max(p - q, 0) of programs' blocks.
+        references: float32 [2 * rows].
+        normals: int64 [2 * rows], 2**62 / the sum of the row's probabilities.
         again: int32 [rows], at each request's first row: the number of accepted drafts if the token after them is drawn
             again, from max(p - q, 0); else -1.
+        pivots: int64 [rows], the least logit that top-k and top-p keep, as `to_ordered_uint`; None without filters.
+        tie_ids: int32 [rows], the first one of its ties that is kept.
+        min_probs: int64 [rows], the least probability that min-p keeps.
     """
 
     maxima: Any
-    sums: Any
+    masses: Any
     references: Any
-    scales: Any
+    normals: Any
     again: Any
+    pivots: Any
+    tie_ids: Any
+    min_probs: Any
 
 
 class VerifiedOutputs(NamedTuple):

@@ -1,114 +1,145 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of the Triton kernels that verify drafts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from dsl_backend.runtime.target import Target
+from dsl_backend.sampling.fixed_point import BLOCK
 from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.triton.args import RowParameters
 from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
+from dsl_backend.sampling.triton.logprobs_host import RowSums
 from dsl_backend.sampling.triton.verification import (
     accept_drafts,
     draw_from_rest,
-    max_of_blocks,
+    filter_rows,
     rest_of_blocks,
     sum_of_blocks,
 )
 from dsl_backend.sampling.triton.verification_args import Drawn, RowDrafts, VerifiedOutputs, Workspace
 from dsl_backend.sampling.verification_spec import Drafts, Known, VerificationSpec, Verified
 
+# Programs of a launch for each SM, from which on a program has several blocks.
+PROGRAMS_OF_SM = 64
+
+
+class Given(NamedTuple):
+    """The first arguments of all kernels, and `sizes`."""
+
+    drawn: Drawn
+    strides: tuple[int, int]
+    parameters: RowParameters | None
+    drafts: RowDrafts
+    workspace: Workspace
+    sizes: tuple[int, int, int, int]
+
 
 class TritonVerifier:
     """Verification on any CUDA device, or in Triton's interpreter."""
 
     def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
-        self.spec = spec
+        self.spec, self.max_rows, self.sms = spec, max_rows, target.used_sms
         self.block = block_of(spec.vocab, target.used_sms)
-        self.blocks = triton.next_power_of_2(triton.cdiv(spec.vocab, self.block))
+        self.blocks = triton.next_power_of_2(triton.cdiv(spec.vocab, BLOCK))
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
-        self.workspace = Workspace(None, None, None, None, None)
+        self.dependent: dict[str, Any] = {"launch_pdl": True} if self.overlap else {}
+        self.workspace = self.filtered = Workspace(*[None] * len(Workspace._fields))
         if spec.known is Known.TOKENS:
             return
-        sums = torch.empty(max_rows, self.blocks, dtype=torch.int64, device=device)
-        again = torch.empty(max_rows, dtype=torch.int32, device=device)
-        self.workspace = self.workspace._replace(sums=sums, again=again)
-        if spec.known is Known.LOGITS:
-            self.workspace = self.workspace._replace(
-                maxima=torch.empty(max_rows, self.blocks, device=device),
-                references=torch.empty(max_rows, device=device),
-                scales=torch.empty(max_rows, dtype=torch.int64, device=device),
-            )
-
-    def launch(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, out: Verified) -> None:
-        outputs = VerifiedOutputs(out.tokens, out.counts)
-        known = drafts.distributions
-        if known is None:
-            bundle = RowDrafts(drafts.inputs, drafts.cu_rows, None, None)
-            sizes = (self.spec.max_drafts, self.spec.vocab, 0)
-            self.accept((Drawn(drawn.tokens, None), 0, None, bundle), outputs, sizes, drafts.requests, num_warps=1)
-            return
-        bundle = RowDrafts(drafts.inputs, drafts.cu_rows, known.values, known.index)
-        # The filters have made the log-probabilities: without them all steps have one kernel.
-        rows = RowParameters(parameters.seeds, parameters.positions, parameters.temperature, None, None, None)
-        self.launch_ratio(
-            (Drawn(drawn.tokens, drawn.logprobs), known.values.stride(0), rows, bundle),
-            outputs,
-            (self.spec.max_drafts, self.spec.vocab, known.values.shape[1]),
-            drafts.requests,
+        rows = max_rows if spec.known is Known.PROBABILITIES else 2 * max_rows
+        longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        self.workspace = self.workspace._replace(
+            maxima=torch.empty(rows, self.blocks, device=device),
+            masses=torch.empty(rows, self.blocks, **longs),
+            references=torch.empty(rows, device=device),
+            normals=torch.empty(rows, **longs),
+            again=torch.empty(max_rows, dtype=torch.int32, device=device),
+        )
+        self.filters = RowSums(spec.vocab, target, max_rows, device)
+        self.filtered = self.workspace._replace(
+            pivots=torch.empty(max_rows, **longs),
+            tie_ids=torch.empty(max_rows, dtype=torch.int32, device=device),
+            min_probs=torch.empty(max_rows, **longs),
         )
 
-    def launch_ratio(
-        self,
-        given: tuple[Drawn, int, RowParameters, RowDrafts],
-        outputs: VerifiedOutputs,
-        sizes: tuple[int, int, int],
-        requests: int,
+    def launch(
+        self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
     ) -> None:
-        """The ratio test; arguments as in `accept`."""
-        max_drafts, vocab, draft_vocab = sizes
-        probabilities = self.spec.known is Known.PROBABILITIES
-        dependent = {"launch_pdl": True} if self.overlap else {}
+        outputs = VerifiedOutputs(out.tokens, out.counts)
+        known, spec = drafts.distributions, self.spec
+        if known is None or logits is None:
+            bundle = RowDrafts(drafts.inputs, drafts.cu_rows, None, None)
+            sizes = (spec.max_drafts, spec.vocab, 0, self.max_rows)
+            given = Given(Drawn(drawn.tokens, None), (0, 0), None, bundle, self.workspace, sizes)
+            self.accept(given, outputs, drafts.requests, num_warps=1)
+            return
+        is_filtered = any(one is not None for one in (parameters.top_k, parameters.top_p, parameters.min_p))
+        given = Given(
+            Drawn(drawn.tokens, logits),
+            (logits.stride(0), known.values.stride(0)),
+            self.row_parameters(parameters),
+            RowDrafts(drafts.inputs, drafts.cu_rows, known.values, known.index),
+            self.filtered if is_filtered else self.workspace,
+            (spec.max_drafts, spec.vocab, known.values.shape[1], self.max_rows),
+        )
+        kinds = (not is_filtered) + (spec.known is Known.LOGITS)
+        if kinds:
+            self.sum_rows(given, drafts.requests, kinds)
+        if is_filtered:
+            self.filter(logits, parameters)
+        self.accept(given, outputs, drafts.requests, num_warps=8, **self.dependent)
+        self.draw_again(given, outputs, drafts.requests)
+
+    def row_parameters(self, parameters: Parameters) -> RowParameters:
+        """Without filters, which have launches of their own; with a temperature, so that all steps have one kernel."""
+        temperature = self.filters.ones if parameters.temperature is None else parameters.temperature
+        return RowParameters(parameters.seeds, parameters.positions, temperature, None, None, None)
+
+    def sum_rows(self, given: Given, requests: int, kinds: int) -> None:
+        """The first launch: what drafts' rows and drafts are normalized with."""
+        rows, programs = requests * self.spec.max_drafts, triton.cdiv(self.spec.vocab, self.block)
+        chunks = min(max(rows * programs * kinds // max(PROGRAMS_OF_SM * self.sms, 1), 1), programs)
+        sum_of_blocks[rows, triton.cdiv(programs, chunks), kinds](
+            *given,
+            chunks,
+            PROBABILITIES=self.spec.known is Known.PROBABILITIES,
+            BLOCKS=self.blocks,
+            BLOCK=self.block,
+            OVERLAP=self.overlap,
+            num_warps=warps_of(self.block),
+        )
+
+    def filter(self, logits: torch.Tensor, parameters: Parameters) -> None:
+        """What filters keep of all rows."""
+        sums = self.filters
+        sums.launch_sums(logits, parameters)
+        filter_rows[(logits.shape[0],)](*sums.arguments(logits, parameters), self.filtered, sums.sizes, **sums.later)
+
+    def draw_again(self, given: Given, outputs: VerifiedOutputs, requests: int) -> None:
+        """The last launches."""
         options: dict[str, Any] = {
+            "PROBABILITIES": self.spec.known is Known.PROBABILITIES,
             "BLOCKS": self.blocks,
             "BLOCK": self.block,
             "OVERLAP": self.overlap,
             "num_warps": warps_of(self.block),
+            **self.dependent,
         }
-        if not probabilities:
-            grid = (requests * max_drafts, triton.cdiv(draft_vocab, self.block))
-            max_of_blocks[grid](*given[1:], self.workspace, sizes, **options)
-            sum_of_blocks[grid](*given[1:], self.workspace, sizes, **options, **dependent)
-        self.accept(given, outputs, sizes, requests, num_warps=4, **({} if probabilities else dependent))
-        options["PROBABILITIES"] = probabilities
-        grid = (requests, triton.cdiv(vocab, self.block))
-        rest_of_blocks[grid](*given, self.workspace, sizes, **options, **dependent)
-        draw_from_rest[(requests,)](*given, self.workspace, outputs, sizes, **options, **dependent)
+        rest_of_blocks[requests, triton.cdiv(self.spec.vocab, self.block)](*given, **options)
+        draw_from_rest[(requests,)](*given[:-1], outputs, given.sizes, **options)
 
-    def accept(
-        self,
-        given: tuple[Drawn, int, RowParameters | None, RowDrafts],
-        outputs: VerifiedOutputs,
-        sizes: tuple[int, int, int],
-        requests: int,
-        **options: Any,
-    ) -> None:
-        """Launch `accept_drafts`.
-
-        Args:
-            given, sizes: the kernel's first four arguments, and its last one.
-        """
+    def accept(self, given: Given, outputs: VerifiedOutputs, requests: int, **options: Any) -> None:
+        """Launch `accept_drafts`."""
         accept_drafts[(requests,)](
-            *given,
-            self.workspace,
+            *given[:-1],
             outputs,
-            sizes,
+            given.sizes,
             PROBABILITIES=self.spec.known is Known.PROBABILITIES,
             STEPS=triton.next_power_of_2(self.spec.max_drafts + 1),
             BLOCKS=self.blocks,
-            BLOCK=self.block,
             OVERLAP=self.overlap,
             **options,
         )

@@ -142,11 +142,15 @@ class RowSampler:
         Args:
             returned: logprobs, num_logprobs and new_tokens as in `draw`.
         """
-        rows = logits.shape[0]
+        return self.draw(logits, **vars(self.greedy_parameters(positions)), **returned)
+
+    def greedy_parameters(self, positions: torch.Tensor) -> Parameters:
+        """Of rows that are all greedy."""
+        rows = len(positions)
         seeds, temperature = self.no_seeds[:rows], self.no_temperature[:rows]
         if rows > self.max_rows:
             seeds, temperature = seeds.new_zeros(rows), temperature.new_zeros(rows)
-        return self.draw(logits, seeds, positions, temperature=temperature, **returned)
+        return Parameters(seeds=seeds, positions=positions, temperature=temperature)
 
     def draw_in_parts(
         self, logits: torch.Tensor, parameters: dict[str, torch.Tensor | None], **returned: Any

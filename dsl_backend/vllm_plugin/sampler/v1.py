@@ -77,13 +77,12 @@ class DSLSampler(Sampler):
         sampler = runner.sampler
         sampler.__class__ = cls
         sampler.runner = weakref.proxy(runner)
-        speculation = runner.vllm_config.speculative_config
         sampler.rows = RowSampler(
             verification.max_rows(runner),
             runner.device,
             # Logits are as the model computes them, or in float32 where vLLM processes them.
             dtypes=(torch.float32,),
-            logprobs=sampler.logprobs_mode == "processed_logprobs" or verification.draws_drafts(speculation),
+            logprobs=sampler.logprobs_mode == "processed_logprobs",
             likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config, runner.device),
         )
         sampler.seeds = RowSeeds(runner.max_num_reqs, runner.device)

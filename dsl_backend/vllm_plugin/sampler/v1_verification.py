@@ -59,9 +59,10 @@ class DSLRejectionSampler(RejectionSampler):
         zeros = torch.zeros(max_rows, dtype=torch.int64, device=runner.device)
         own.greedy = Parameters(seeds=zeros, positions=zeros, temperature=zeros.float())
         vocab = runner.vllm_config.model_config.get_vocab_size()
-        own.verifier.prepare(vocab, None, Known.TOKENS)
+        dtype = runner.vllm_config.model_config.dtype
+        own.verifier.prepare(vocab, dtype, None, Known.TOKENS)
         if draws_drafts(runner.vllm_config.speculative_config):
-            own.verifier.prepare(vocab, torch.zeros(1, vocab, device=runner.device), Known.PROBABILITIES)
+            own.verifier.prepare(vocab, dtype, torch.zeros(1, vocab, device=runner.device), Known.PROBABILITIES)
 
     def forward(
         self, metadata: Any, draft_probs: torch.Tensor | None, logits: torch.Tensor, sampling_metadata: Any
@@ -76,18 +77,18 @@ class DSLRejectionSampler(RejectionSampler):
             parameters = self.parameters(metadata, step, request)
         asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
         processed = self.processed(logits, step, metadata)
-        returned: dict[str, Any] = {"logprobs": asked or draft_probs is not None}
+        returned: dict[str, Any] = {"logprobs": asked}
         if draft_probs is None and processed is logits and self.returns_likeliest(step):
             # Each token that is returned is the one that was drawn for its row.
             returned = {"num_logprobs": step.max_num_logprobs}
-        drawn = self.draw(processed, step, request, parameters, **returned)
+        drawn = self.draw(processed, parameters, **returned)
         distributions = None
         if draft_probs is not None and request is not None:
             # Their rows are the drafts of all requests one after another.
             distributions = Distributions(values=draft_probs[:, :vocab], index=self.row_ids[:rows] - request)
         drafts = self.drafts(metadata, rows, distributions)
         known = Known.TOKENS if draft_probs is None else Known.PROBABILITIES
-        verified = self.verifier.verify(drawn, parameters, drafts, vocab, known)
+        verified = self.verifier.verify(drawn, parameters, drafts, known, processed)
         tokens = verified.tokens[:, : metadata.max_spec_len + 1].clone(memory_format=torch.contiguous_format)
         return SamplerOutput(tokens, self.logprobs_of(tokens, logits, drawn, step, metadata))
 
@@ -110,39 +111,28 @@ class DSLRejectionSampler(RejectionSampler):
         return Drafts(inputs=inputs, cu_rows=cu_rows, distributions=distributions)
 
     def parameters(self, metadata: Any, step: Any, request: torch.Tensor) -> Parameters:
-        """Seeds, positions and temperature of each row."""
+        """Of each row; filters that no request has are None."""
         sampler = self.sampler
         seeds = sampler.seeds.of(compat.seeds_of(step.generators), len(metadata.num_draft_tokens))
         # None where all requests are greedy.
         temperature = first(self.greedy, len(request)).temperature
         if step.temperature is not None:
             temperature = step.temperature.index_select(0, request)
+        filters = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
         return Parameters(
             seeds=seeds.index_select(0, request),
             positions=sampler.runner.positions.index_select(0, metadata.logits_indices),
             temperature=temperature,
+            **{name: values.index_select(0, request) for name, values in filters.items() if values is not None},
         )
 
-    def draw(
-        self, logits: torch.Tensor, step: Any, request: torch.Tensor | None, parameters: Parameters, **returned: Any
-    ) -> Sampled:
+    def draw(self, logits: torch.Tensor, parameters: Parameters, **returned: Any) -> Sampled:
         """A token for each row, as if there were no drafts.
 
         Args:
-            request: of each row; None where all are greedy, which no filter changes.
             returned: logprobs and num_logprobs as in `RowSampler.draw`.
         """
-        filters: dict[str, Any] = {}
-        if request is not None:
-            filters = {"top_k": step.top_k, "top_p": step.top_p, "min_p": min_p_of(step.logitsprocs)}
-        return self.sampler.rows.draw(
-            logits,
-            parameters.seeds,
-            parameters.positions,
-            temperature=parameters.temperature,
-            **returned,
-            **{name: values.index_select(0, request) for name, values in filters.items() if values is not None},
-        )
+        return self.sampler.rows.draw(logits, **vars(parameters), **returned)
 
     def processed(self, logits: torch.Tensor, step: Any, metadata: Any) -> torch.Tensor:
         """The logits after all that vLLM does before the temperature, in memory of their own; or as they are.

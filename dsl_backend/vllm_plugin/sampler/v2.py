@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from dsl_backend.sampling.spec import Sampled
+from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.sampler import verification
 from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler, likeliest_of
@@ -56,13 +56,12 @@ class DSLSampler(Sampler):
         sampler = runner.sampler
         sampler.__class__ = cls
         sampler.sampling_states.__class__ = DSLSamplingStates
-        speculation = runner.vllm_config.speculative_config
         sampler.rows = RowSampler(
             verification.max_rows(runner),
             runner.device,
             # Logits are as the model computes them, or in float32 where vLLM has processed them.
             dtypes=(torch.float32,),
-            logprobs=sampler.logprobs_mode == "processed_logprobs" or verification.draws_drafts(speculation),
+            logprobs=sampler.logprobs_mode == "processed_logprobs",
             likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config, runner.device),
         )
 
@@ -101,14 +100,14 @@ class DSLSampler(Sampler):
         """Tokens [rows] int64; and the logits, or the log-probabilities that they were drawn by where asked for."""
         logprobs = return_logprobs and self.logprobs_mode == "processed_logprobs"
         # The tokens are read on another stream while the next step draws.
-        drawn, logits = self.draw(dict(zip(NAMES, args, strict=False)), logprobs, self.num_logprobs, new_tokens=True)
+        drawn, logits, _ = self.draw(dict(zip(NAMES, args, strict=False)), logprobs, self.num_logprobs, new_tokens=True)
         self.drawn = drawn
         return drawn.tokens, logits if drawn.logprobs is None else drawn.logprobs
 
     def draw(
         self, step: dict[str, Any], logprobs: bool, num_logprobs: int | None = None, new_tokens: bool = False
-    ) -> tuple[Sampled, torch.Tensor]:
-        """What was drawn for each row, in buffers that the next step overwrites, and the processed logits.
+    ) -> tuple[Sampled, torch.Tensor, Parameters]:
+        """What was drawn for each row, in buffers that the next step overwrites; from which logits, by what parameters.
 
         Args:
             step: the arguments of `sample`, by name.
@@ -121,21 +120,21 @@ class DSLSampler(Sampler):
         if all_greedy(states.temperature.np[in_batch]):
             # Seeds and temperatures would be gathered by a launch each, and are not read.
             returned = {"logprobs": logprobs, "num_logprobs": num_logprobs, "new_tokens": new_tokens}
-            return self.rows.draw_greedy(logits, step["pos"], **returned), logits
+            drawn = self.rows.draw_greedy(logits, step["pos"], **returned)
+            return drawn, logits, self.rows.greedy_parameters(step["pos"])
         top_k, top_p = compat.filters_of(states, requests, in_batch, logits.shape[-1])
-        drawn = self.rows.draw(
-            logits,
-            states.seeds.gpu[requests],
-            step["pos"],
+        parameters = Parameters(
+            seeds=states.seeds.gpu[requests],
+            positions=step["pos"],
             temperature=states.temperature.gpu[requests] if np.any(states.temperature.np[in_batch] != 1.0) else None,
             top_k=top_k,
             top_p=top_p,
             min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
-            logprobs=logprobs,
-            num_logprobs=num_logprobs,
-            new_tokens=new_tokens,
         )
-        return drawn, logits
+        drawn = self.rows.draw(
+            logits, **vars(parameters), logprobs=logprobs, num_logprobs=num_logprobs, new_tokens=new_tokens
+        )
+        return drawn, logits, parameters
 
 
 def all_greedy(temperatures: np.ndarray) -> bool:

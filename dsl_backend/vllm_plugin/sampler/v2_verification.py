@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling.spec import Sampled
 from dsl_backend.sampling.verification import Distributions, Drafts, Known, Verified
 from dsl_backend.vllm_plugin import compat
 from dsl_backend.vllm_plugin.sampler.v2 import DSLSampler, likeliest_tensors
@@ -37,10 +37,11 @@ class DSLRejectionSampler(RejectionSampler):
         own = runner.rejection_sampler
         own.__class__ = cls if compat.verification_is_a_method() else WholeBatchRejectionSampler
         own.verifier = Verifier(runner, torch.int64)
-        vocab = runner.vllm_config.model_config.get_vocab_size()
-        logits = runner.speculator.draft_logits
+        model, logits = runner.vllm_config.model_config, runner.speculator.draft_logits
+        vocab = model.get_vocab_size()
         own.verifier.prepare(
             vocab,
+            model.dtype,
             None if logits is None else by_draft(logits, vocab),
             Known.TOKENS if logits is None else Known.LOGITS,
         )
@@ -67,8 +68,8 @@ class DSLRejectionSampler(RejectionSampler):
         if draft_logits is None and LOGPROBS_NAMES:
             # Each token that is returned is the one that was drawn for its row.
             count = sampler.likeliest_of_step(step["idx_mapping_np"])
-        drawn, processed = sampler.draw(
-            step | {"input_ids": step["draft_sampled"]}, returns_processed or draft_logits is not None, count
+        drawn, processed, parameters = sampler.draw(
+            step | {"input_ids": step["draft_sampled"]}, returns_processed, count
         )
         self.drawn = None if count is None else drawn
         vocab = processed.shape[1]
@@ -76,15 +77,11 @@ class DSLRejectionSampler(RejectionSampler):
         if draft_logits is not None:
             index = slots.long() * draft_logits.shape[1] + step["expanded_local_pos"]
             distributions = Distributions(values=by_draft(draft_logits, vocab), index=index)
-        states = sampler.sampling_states
-        parameters = Parameters(
-            seeds=states.seeds.gpu[slots], positions=step["pos"], temperature=states.temperature.gpu[slots]
-        )
         drafts = Drafts(inputs=verified_inputs, cu_rows=step["cu_num_logits"], distributions=distributions)
         known = Known.TOKENS if draft_logits is None else Known.LOGITS
         verified = Verified(
             # They are read on another stream while the next step verifies.
-            *(one.clone() for one in self.verifier.verify(drawn, parameters, drafts, vocab, known))
+            *(one.clone() for one in self.verifier.verify(drawn, parameters, drafts, known, processed))
         )
         if returns_processed:
             assert drawn.logprobs is not None, "drawn with log-probabilities"

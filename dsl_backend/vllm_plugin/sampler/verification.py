@@ -6,6 +6,7 @@ distribution vLLM does not keep (the default, `draft_sample_method` greedy) are 
 the plain sampler draws. With `probabilistic` they pass the ratio test.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from dsl_backend.sampling.spec import Parameters, Sampled
 from dsl_backend.sampling.verification import Distributions, Drafts, Known, VerificationSpec, Verified
 from dsl_backend.vllm_plugin.sampler.row_sampler import rows_at_once
 
+# Of which vLLM makes the rows of a model's logits a multiple.
+PADDED_VOCAB = 64
 RULES = {
     Known.TOKENS: "a draft is accepted if it is the token drawn at its position",
     Known.LOGITS: "by the ratio of probabilities",
@@ -72,14 +75,16 @@ class Verifier:
         # By what differs among steps.
         self.specs: dict[tuple[int, Known, torch.dtype], VerificationSpec] = {}
 
-    def verify(self, drawn: Sampled, parameters: Parameters, drafts: Drafts, vocab: int, known: Known) -> Verified:
+    def verify(
+        self, drawn: Sampled, parameters: Parameters, drafts: Drafts, known: Known, logits: torch.Tensor
+    ) -> Verified:
         """Tokens and counts of each request, which the next step overwrites.
 
         Args:
-            parameters: seeds, positions and temperature; filters are not read.
-            vocab: logits of a row.
+            parameters: that the tokens were drawn with; not read where tokens alone are known.
+            logits: that the tokens were drawn from. Of those not read the width alone counts.
         """
-        given = drafts.distributions
+        given, vocab = drafts.distributions, logits.shape[1]
         draft_dtype = torch.float32 if given is None else given.values.dtype
         spec = self.specs.get((vocab, known, draft_dtype))
         if spec is None:
@@ -90,7 +95,7 @@ class Verifier:
                 draft_dtype=draft_dtype,
                 token_dtype=self.token_dtype,
             )
-        return verification.run(self.plan(spec), drawn, parameters, drafts)
+        return verification.run(self.plan(spec), drawn, parameters, drafts, None if given is None else logits)
 
     def plan(self, spec: VerificationSpec) -> verification.VerificationPlan:
         if spec not in self.plans:
@@ -99,20 +104,29 @@ class Verifier:
             info_once(f"dsl verifies drafts, {RULES[spec.known]}: by {plan.kernel_title}")
         return self.plans[spec]
 
-    def prepare(self, vocab: int, values: torch.Tensor | None, known: Known) -> None:
+    def prepare(self, vocab: int, dtype: torch.dtype, values: torch.Tensor | None, known: Known) -> None:
         """Verify one draft of one request, so that no later step compiles or allocates.
 
         Args:
+            dtype: of the model's logits. Those that vLLM has processed are float32.
             values: the distributions of later steps; None where only tokens are known.
         """
         rows = 2
         zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        logprobs = None if values is None else torch.zeros(rows, vocab, device=self.device)
         distributions = None if values is None else Distributions(values=values, index=zeros)
         drafts = Drafts(
             inputs=zeros.int(),
             cu_rows=torch.tensor([0, rows], dtype=torch.int32, device=self.device),
             distributions=distributions,
         )
-        parameters = Parameters(seeds=zeros, positions=zeros, temperature=torch.ones(rows, device=self.device))
-        self.verify(Sampled(zeros, logprobs), parameters, drafts, vocab, known)
+        ones = torch.ones(rows, device=self.device)
+        parameters = Parameters(seeds=zeros, positions=zeros, temperature=ones)
+        filtered = replace(parameters, top_k=zeros.int(), top_p=ones)
+        # The model's logits may be a part of rows that vLLM has padded; processed ones are not.
+        padded = torch.zeros(rows, -(-vocab // PADDED_VOCAB) * PADDED_VOCAB, dtype=dtype, device=self.device)
+        steps = [(padded[:, :vocab], parameters)]
+        if values is not None:
+            processed = torch.zeros(rows, vocab, device=self.device)
+            steps = [(logits, given) for logits in (padded[:, :vocab], processed) for given in (parameters, filtered)]
+        for logits, given in steps:
+            self.verify(Sampled(zeros), given, drafts, known, logits)
