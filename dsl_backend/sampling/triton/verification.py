@@ -237,12 +237,14 @@ def row_normals(workspace, at, tested, exponent_scales, blocks, BLOCKS: tl.const
     """
     most: tl.constexpr = SUMS_AT_ONCE // at.shape[0]
     COLUMNS: tl.constexpr = BLOCKS if most > BLOCKS else most
-    row_max = tl.full(at.shape, NEG_INF, tl.float32)
+    # Reduced behind the loop: Triton 3.8 does not compile a maximum that is carried from a reduction to the next one.
+    column_max = tl.full([at.shape[0], COLUMNS], NEG_INF, tl.float32)
     for base in range(0, blocks, COLUMNS):
         block = base + tl.arange(0, COLUMNS)
         mask = tested[:, None] & (block < blocks)[None, :]
         maxima = tl.load(workspace.maxima + at[:, None] * BLOCKS + block[None, :], mask=mask, other=NEG_INF)
-        row_max = tl.maximum(row_max, tl.max(maxima, 1))
+        column_max = tl.maximum(column_max, maxima)
+    row_max = tl.max(column_max, 1)
     references = tl.minimum(row_max, MAX_LOGIT)
     prob_sums = tl.zeros(at.shape, tl.int64)
     for base in range(0, blocks, COLUMNS):
