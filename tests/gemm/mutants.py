@@ -120,11 +120,6 @@ UNSEEN: Rows = [
         "(drop: .*bar.warp.sync|swap: .*behind `bar.warp.sync)",
         "order between lanes of a warp: a warp has one clock",
     ),
-    (
-        "SM90",
-        "(drop|swap): .*wgmma.fence",
-        "promotion only reads the accumulators: the emulator finds writes in front of a product, and no reads",
-    ),
 ]
 HEAD = """# Mutants of SM90's 8-bit GEMM
 

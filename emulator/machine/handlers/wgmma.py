@@ -8,7 +8,8 @@ all four warps' parts are complete (9.7.15.7.2 and .3).
 
 Registers that an operation has are marked in the warp (`Warp.busy`) until a wait: accumulators may not be touched, A
 may not be written. wgmma.fence has to stand between other accesses to registers and an operation that has them: here
-registers are compared with what they held at the fence, so a write of the same value and a read are not seen.
+registers are compared with what they held at the fence, so a write of the same value is not seen. Reads of accumulators
+are: instructions that read them are counted.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from emulator.core.program import FULL, Program
+from emulator.core.program import FULL, ROW_SINK, Program
 from emulator.errors import Unsupported
 from emulator.machine.access import touch_shared
 from emulator.machine.clocks import Source, Vector
@@ -84,6 +85,21 @@ def filled(program: Program) -> NDArray[np.bool_]:
     return np.isin(registers_of(program), list(constant))
 
 
+@lru_cache(maxsize=64)
+def readers(program: Program) -> dict[int, set[int]]:
+    """By row of `registers_of`: the instructions that read it, without wgmma itself."""
+    found: dict[int, set[int]] = {row: set() for row in registers_of(program).tolist()}
+    for index, instr in enumerate(program.instrs):
+        if instr.op.name == "wgmma.mma_async":
+            continue
+        for role, of in zip(instr.op.form.roles, instr.args, strict=True):
+            if role.access != "w":
+                for one in items(of):
+                    if one.name in program.registers and (row := program.row(one.name)) in found:
+                        found[row].add(index)
+    return found
+
+
 def items(operand: Operand | None) -> Iterator[Reg]:
     """The registers in an operand."""
     parts = operand.items if isinstance(operand, Vec) else (operand,)
@@ -101,6 +117,7 @@ class Plan:
         d, a: rows of the accumulators and of A's registers; a is None where A lies in shared memory.
         d_places, a_places: where these are in `registers_of`.
         shape: a number that operations have in common whose accumulators may follow each other without a fence.
+        readers: the instructions besides wgmma that read the accumulators.
     """
 
     form: Wgmma
@@ -109,6 +126,7 @@ class Plan:
     a: Where | None
     a_places: Where | None
     shape: int
+    readers: Rows
 
 
 @lru_cache(maxsize=8192)
@@ -125,6 +143,7 @@ def plan(program: Program, index: int) -> Plan:
         None if a is None else compact(a),
         None if a is None else compact(np.searchsorted(every, a)),
         1 + 2 * form.n + (form.d_type == "f16"),
+        np.array(sorted(set().union(*(readers(program)[row] for row in d.tolist() if row != ROW_SINK))), np.int64),
     )
 
 
@@ -206,6 +225,7 @@ class Member:
     Attributes:
         fenced: what the registers of `registers_of` held at the last fence, or wgmma wrote since: [registers, 32].
         fences: executed so far.
+        counts: how often each instruction had been executed at the last fence.
         group: number of the latest group whose operations have each of these registers and that nobody waited for; 0
             for none.
         shape: `Plan.shape` of the operation that had it as an accumulator last; 0 for one of A.
@@ -220,6 +240,7 @@ class Member:
     number: int
     registers: Rows
     fenced: Registers = field(init=False)
+    counts: Vector = field(init=False)
     fences: int = 0
     group: Vector = field(init=False)
     shape: Vector = field(init=False)
@@ -232,6 +253,7 @@ class Member:
     def __post_init__(self) -> None:
         count = len(self.registers)
         self.fenced = np.zeros((count, 32), np.uint32)
+        self.counts = self.runner.warp.counts.copy()
         self.group, self.shape, self.since = (np.zeros(count, np.int32) for _ in range(3))
 
     @property
@@ -477,6 +499,9 @@ def check_registers(runner: "Runner", member: Member, found: Plan, scale_d: bool
     if not np.array_equal(warp.rows[found.d], member.fenced[found.d_places]):
         report_written(runner, member, found)
         member.fenced[found.d_places] = warp.rows[found.d]
+    elif (read := warp.counts[found.readers] != member.counts[found.readers]).any():
+        other = runner.place(int(found.readers[read.argmax()]))
+        runner.report(Kind.MATRIX_ORDER, "accumulators were read since the last wgmma.fence", other=other)
     if found.a is not None and not np.array_equal(warp.rows[found.a], member.fenced[found.a_places]):
         runner.report(Kind.MATRIX_ORDER, "registers of A were written since the last wgmma.fence")
         member.fenced[found.a_places] = warp.rows[found.a]
@@ -543,6 +568,7 @@ def execute_fence(runner: "Runner", instr: Instr) -> None:
     whole_warp(runner, instr)
     _, member = member_of(runner)
     member.fences += 1
+    np.copyto(member.counts, runner.warp.counts)
     if member.registers.size:
         np.take(runner.warp.rows, member.registers, axis=0, out=member.fenced)
 

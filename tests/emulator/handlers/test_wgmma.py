@@ -236,9 +236,31 @@ def test_accumulators_between_products(schedule: str) -> None:
     place = parts.index(scaled)
     machine, _ = launch("\n".join(parts[: place + 1] + parts[place + 2 :]), schedule=schedule)
     assert found(machine) == {Kind.MATRIX_ORDER}
-    # Nothing was written: they may follow without a fence.
+    # Nothing was read or written: they may follow without a fence.
     machine, _ = launch("\n".join(parts[:place] + parts[place + 2 :]), schedule=schedule)
     assert not errors(machine)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("read", "clean"),
+    [
+        ("add.f32 %f1, %f1, %r3;", False),
+        ("st.global.b32 [%rd15], %r5;", False),
+        ("@%p1 add.f32 %f1, %f1, %r3;", True),  # not executed
+        ("add.f32 %f1, %f1, %r100;", True),  # of no product
+        ("", True),
+    ],
+)
+def test_accumulators_that_are_read_between_products(read: str, clean: bool, schedule: str) -> None:
+    """As a promotion reads them: after a wait, and in front of another fence, since the product overwrites them."""
+    start = f"mov.f32 %f1, 0f00000000;\nmov.b32 %r100, 0;\n{OUT.format(stride=4 * MATRIX_REGISTERS)}"
+    waited = [products(), COMMIT, f"{WAIT} 0;"]
+    for fence in (FENCE, ""):
+        parts = [start, descriptors(), FENCE, *waited, read, fence, *waited, store()]
+        machine, out = launch("\n".join(parts), schedule=schedule)
+        assert found(machine) == (set() if clean or fence else {Kind.MATRIX_ORDER})
+        assert (out == result()).all()
 
 
 @pytest.mark.parametrize(("of", "clean"), [("0f00000000", True), ("%f1", True), ("%f2", False)])
