@@ -87,10 +87,13 @@ def filled(program: Program) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=64)
 def readers(program: Program) -> dict[int, set[int]]:
-    """By row of `registers_of`: the instructions that read it, without wgmma itself."""
+    """By row of `registers_of`: the instructions that read it, without wgmma itself.
+
+    Moves are none: compilers carry accumulators from loop to loop by them, behind a fence too.
+    """
     found: dict[int, set[int]] = {row: set() for row in registers_of(program).tolist()}
     for index, instr in enumerate(program.instrs):
-        if instr.op.name == "wgmma.mma_async":
+        if instr.op.name == "wgmma.mma_async" or instr.op.form.id == "mov":
             continue
         for role, of in zip(instr.op.form.roles, instr.args, strict=True):
             if role.access != "w":
