@@ -261,6 +261,44 @@ def of_neighbours(spec: ExpertsSpec, given: ExpertsOperands) -> torch.Tensor:
     return off
 
 
+# Of a quotient in float32, relative: a division by a scale, or a product with its inverse.
+OF_QUOTIENT = 2.0**-22
+
+
+def of_neighbours_of_x(spec: ExpertsSpec, given: ExpertsOperands) -> torch.Tensor:
+    """How far the output [M, H] may be off where the layer quantises x, and a number of it lies between two in 8 bits.
+
+    The last bit of a quotient then decides; a row seldom has such a number.
+    """
+    off = torch.zeros(given.out.shape, dtype=torch.float64, device=given.out.device)
+    kind = spec.activations
+    if kind is None or spec.mma_scaled or spec.x is not None:
+        return off
+    values, scales, _ = quantized(given.x, kind)
+    low, high = (
+        stored(given.x.double() * (1 + part), scales.double(), kind).view(torch.uint8)
+        for part in (-OF_QUOTIENT, OF_QUOTIENT)
+    )
+    quantised = replace(spec, x=kind)
+    for row, column in (low != high).nonzero().tolist():
+        mine = slice(row, row + 1)
+        outs, further = [], []
+        for one in (low, high):
+            x = values[mine].clone()
+            x.view(torch.uint8)[0, column] = one[row, column]
+            alone = given._replace(
+                x=x,
+                topk_ids=given.topk_ids[mine],
+                topk_weights=None if given.topk_weights is None else given.topk_weights[mine],
+                out=given.out[mine],
+                scales=given.scales._replace(x=scales[mine]),
+            )
+            outs.append(reference.exact(quantised, alone))
+            further.append(per_row(of_neighbours(quantised, alone))[:, None])
+        off[mine] += (outs[0] - outs[1]).abs().nan_to_num(0.0, 0.0, 0.0) + torch.maximum(*further)
+    return off
+
+
 def bounds(
     spec: ExpertsSpec, given: ExpertsOperands, hidden: torch.Tensor, wrong: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -315,7 +353,7 @@ def judge(case: ExpertsCase, given: ExpertsOperands) -> None:
     # Values that overflow the output's type become infinities.
     exact = torch.where(rounded.isinf(), rounded, exact)
     budget = error_budget(case.dtype, exact, naive) + per_row(of_neighbours(case.spec, given))
-    budget = budget[:, None] + of_additions(case.spec, given)
+    budget = budget[:, None] + of_additions(case.spec, given) + of_neighbours_of_x(case.spec, given)
     assert_same_non_finite(given.out, exact, str(case))
     assert_errors_fit(given.out, exact, budget, str(case))
     stride = case.hidden + case.pad_out
