@@ -32,7 +32,7 @@ PINS = ("flash-attn-4==4.0.0b20", "quack-kernels==0.6.3", "einops==0.8.2", "torc
 STAMP = ".set-up"
 # v4.6.0 of NVIDIA/cutlass, whose examples are for the CuTe DSL that is installed, and the digest of those below.
 CUTLASS_COMMIT = "e6233cbac5d7c7a865c19c91cd684ceece19513c"
-CUTLASS_DIGEST = "937685a2130946b6f8cec5818c2b456498d625e0e63d9d6d9430253e06418503"
+CUTLASS_DIGEST = "f6706c0730b1f64f3873d0083758ad26939e2e5c1da4cb4f91aa33d0a90bbbe8"
 CUTLASS_FOLDER = "examples/python/CuTeDSL"
 EXAMPLES = (
     *(f"cute/blackwell/tutorial/tutorial_gemm/fp16_gemm_{step}.py" for step in ("0", "1", "2", "3", "3_1", "4", "5")),
@@ -60,8 +60,7 @@ EXAMPLES = (
     "cute/blackwell/kernel/reduce/reduce.py",
     "cute/blackwell/kernel/rmsnorm/rmsnorm.py",
     "cute/blackwell/kernel/attention/fmha/fmha.py",
-    "cute/blackwell/kernel/attention/mla/mla_decode_fp8.py",
-    "cute/blackwell/kernel/attention/mla/mla_helpers.py",
+    *(f"cute/blackwell/kernel/attention/mla/mla_{part}.py" for part in ("decode_fp16", "decode_fp8", "helpers")),
     *(
         f"cute/blackwell/kernel/attention/mamba2_ssd/mamba2_ssd{part}.py"
         for part in ("", "_reference", "_tile_scheduler")

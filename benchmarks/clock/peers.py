@@ -18,7 +18,9 @@ from ..attention.inputs import normal
 
 BF16 = torch.bfloat16
 LATENT, ROPE = 512, 64
-PAGE = 128  # keys of a page, where keys are paged: the tile of FlashAttention's kernel, which copies whole pages then
+# Keys of a page, where keys are paged and the row names no other: the tile of FlashAttention's kernel, which copies
+# whole pages then.
+PAGE = 128
 # Compiles and launches.
 Run = Callable[[], None]
 
@@ -28,6 +30,7 @@ ATTENTION = re.compile(
 )
 DECODE = re.compile(
     r"hd(?P<dim>\d+)-h(?P<heads>\d+)x(?P<heads_kv>\d+)-b(?P<batch>\d+)-k(?P<length>\d+)k-q(?P<queries>\d+)"
+    r"(-p(?P<page>\d+))?"
 )
 MLA = re.compile(r"h(?P<heads>\d+)-b(?P<batch>\d+)-k(?P<length>\d+)k")
 GEMM = re.compile(r"(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)")
@@ -50,6 +53,8 @@ def sizes(pattern: re.Pattern[str], row: str) -> dict[str, int]:
     for optional, default in (("dim_v", "dim"), ("heads_kv", "heads")):
         if optional in given:
             given[optional] = given[optional] or given[default]
+    if "page" in given:
+        given["page"] = given["page"] or PAGE
     return given
 
 
@@ -108,16 +113,16 @@ def flash_fp8(row: str) -> Run:
 
 
 def flash_decode(row: str) -> Run:
-    """FlashAttention-4's forward for few queries, over pages of 128 keys.
+    """FlashAttention-4's forward for few queries, over pages.
 
     Without splits: it chooses two for batch 8, and 4.0.0b20 does not compile them with CuTe DSL 4.6.0.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
     one = sizes(DECODE, row)
-    pages = one["length"] // PAGE
+    pages = one["length"] // one["page"]
     q = given(one["batch"], one["queries"], one["heads"], one["dim"])
-    k, v = (given(one["batch"] * pages, PAGE, one["heads_kv"], one["dim"]) for _ in range(2))
+    k, v = (given(one["batch"] * pages, one["page"], one["heads_kv"], one["dim"]) for _ in range(2))
     table = torch.arange(one["batch"] * pages, dtype=torch.int32).view(one["batch"], pages)
     lengths = torch.full((one["batch"],), one["length"], dtype=torch.int32)
     return lambda: _flash_attn_fwd(q, k, v, seqused_k=lengths, page_table=table, causal=True)
@@ -259,7 +264,8 @@ RUNS = {
     "quack-gated": quack_gated,
     "quack-softmax": quack_softmax,
 }
-# In which the emulator finds data races: warps exchange row maxima through one buffer without a second barrier.
+# In which the emulator finds data races: warps exchange row maxima through one buffer without a second barrier, and two
+# warps store each log-sum-exp (docs/emulator-thirdparty.md).
 FAULTY = frozenset({"cutlass-mla-fp8"})
 # Of CUTLASS's examples.
 OF_EXAMPLES = frozenset({"cutlass-gemm", "cutlass-mla-fp8"})

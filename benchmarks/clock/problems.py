@@ -166,7 +166,7 @@ def flash_decode(row: str, target: Target) -> Run:
     one = sizes(DECODE, row)
     queries, lengths = [one["queries"]] * one["batch"], [one["length"]] * one["batch"]
     heads = one["dim"], one["heads"], one["heads_kv"]
-    problem = problems.dense(*heads, queries, lengths, page_size=PAGE)
+    problem = problems.dense(*heads, queries, lengths, page_size=one["page"])
     return attended(problem, problem.spec, target)
 
 

@@ -34,16 +34,18 @@ class Once:
 
     Args:
         constants: the places of its arguments that are constants of the compiled function.
+        options: of the compiler.
     """
 
-    def __init__(self, kernel: Any, constants: tuple[int, ...]) -> None:
-        self.kernel, self.constants = kernel, constants
+    def __init__(self, kernel: Any, constants: tuple[int, ...], options: str = "") -> None:
+        self.kernel, self.constants, self.options = kernel, constants, options
         self.made: Any = None
 
     def __call__(self, *arguments: Any) -> None:
         from cutlass import cute
 
-        self.made = self.made or cute.compile(self.kernel, *arguments)
+        more = {"options": self.options} if self.options else {}
+        self.made = self.made or cute.compile(self.kernel, *arguments, **more)
         self.made(*(one for place, one in enumerate(arguments) if place not in self.constants))
 
 

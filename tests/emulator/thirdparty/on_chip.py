@@ -31,7 +31,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 
 import torch  # noqa: E402  after the number of threads
-from cases_cutlass_variants import CUTLASS  # noqa: E402  with those of the other two
+from cases_cutlass_mla import CUTLASS  # noqa: E402  with those of the other files
 from cases_flash import FLASH  # noqa: E402
 from cases_quack import QUACK  # noqa: E402
 from peer_answers import FILE, Answer, Answers, Output  # noqa: E402

@@ -66,6 +66,7 @@ class Case:
         archs: that it is for.
         quick: those of them that every change is checked with.
         known: by arch, kinds of findings that the kernel itself is the reason of; the case says why.
+        raced: outputs that a race of the kernel's own makes wrong in some schedule, and in some not.
     """
 
     name: str
@@ -73,20 +74,25 @@ class Case:
     archs: Sequence[str]
     quick: Sequence[str] = ()
     known: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    raced: Sequence[str] = ()
 
 
 class Table(dict[str, Case]):
     """Cases by name."""
 
     def case(
-        self, *archs: str, quick: Sequence[str] = (), known: Mapping[str, Sequence[str]] | None = None
+        self,
+        *archs: str,
+        quick: Sequence[str] = (),
+        known: Mapping[str, Sequence[str]] | None = None,
+        raced: Sequence[str] = (),
     ) -> Callable[[Maker], Maker]:
         """Decorator: the function is the case of its name, with - for _."""
 
         def add(make: Maker) -> Maker:
             name = make.__name__.replace("_", "-")
             assert name not in self, name
-            self[name] = Case(name, make, archs or (SM90, SM100), quick, known or {})
+            self[name] = Case(name, make, archs or (SM90, SM100), quick, known or {}, raced)
             return make
 
         return add

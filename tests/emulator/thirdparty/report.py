@@ -31,9 +31,10 @@ compiles them, in three schedules. A finding is either a defect of the kernel or
 of each finding is below the table.
 
 - **error**: the largest error of an element divided by its tolerance. The tolerance is twice torch's own error in the
-  output's dtype (row by row, against float64) plus two ulps of the row's largest element. Above 1 the case fails.
+  output's dtype (row by row, against float64) plus two ulps of the row's largest element. Above 1 the case fails,
+  except where a race of the kernel's own makes outputs wrong in some schedule. Then the error is that of the others.
 - **findings**: errors that the checks report. **warnings**: what kernels in production do without harm (the emulator's
-  README). Both are counted in one schedule and are the same in all three.
+  README). Both are counted in one schedule, and are the same in all three unless there are two numbers.
 
 Made by `python tests/emulator/thirdparty/report.py > docs/emulator-thirdparty.md`. The same cases are tests: `make
 peers`, then `pytest tests/emulator/thirdparty`; `-m 'not full'` runs a selection.
@@ -47,8 +48,8 @@ LEFT_OUT = """
 - fp8 attention on SM90: FlashAttention-4 has it for SM100 alone.
 - im2col, sparse matrices and several GPUs: the emulator refuses them by name.
 - Of CUTLASS's examples, those that are not in the table: Ampere's and SM120's, those for several GPUs, of experts, of
-  the EFC, of attention with operands of two types, attention's backward pass, MLA, `fp16_gemm_6`, SM103's scaled
-  products, and grouped products with scales or operands of two types.
+  the EFC, of attention with operands of two types, attention's backward pass, `fp16_gemm_6`, SM103's scaled products,
+  and grouped products with scales or operands of two types.
 
 ## Questions about CUTLASS's examples
 
@@ -65,11 +66,21 @@ Paths are below `examples/python/CuTeDSL`, lines those of v4.7.0 unless said; Cu
 - The same file, line 201: what `tcgen05.ld` has loaded is stored without `tcgen05.wait::ld`. Is the compiler relied
   upon to wait? CUTLASS's tutorials of products do the same.
 - `experimental/primitives/tcgen05/1cta_mma_a_from_tmem.py:204`: all four warps give `tcgen05.st` the address of lane 0.
-  Is the lane in an address without meaning? The ISA lets a warp reach its own quarter of the lanes alone; the emulator
-  stops there.
+  Is the lane in an address without meaning? The ISA lets a warp reach its own quarter of the lanes alone. The emulator
+  reports it and goes on in the warp's own lanes.
 - `experimental/primitives/reduction/cluster_tmem_reduce.py:275` and `:307`: other CTAs read shared memory behind a
   relaxed arrival at the cluster's barrier, in front of which there is no fence of the cluster's scope. Is `bar.sync`
   meant to be one?
+- The same file, line 245: what `tcgen05.cp` copies (238) is loaded (260) behind `tcgen05.wait::st`. By the ISA that
+  waits for `tcgen05.st` alone, and a copy is complete when a `tcgen05.commit` behind it says so. Should it be a commit?
+  (Read, not run. The 19 examples of v4.7.0 that store with `tcgen05.st` have a `tcgen05.wait::st` each.)
+- `cute/blackwell/kernel/attention/fmha/fmha_bwd.py:1195`: a warp of the eight that compute gives tensor memory back.
+  They have met at a barrier of their own (1187), and have waited for dK's products (2547). The product for dQ comes
+  behind those (1918-1929), and four other warps load dQ (2313). What keeps the first from giving it back while that
+  product runs? Nothing else can take it before the CTA ends, as long as an SM has room for one CTA. (Read, not run.)
+- `cute/blackwell/kernel/attention/mla/mla_decode_fp8.py`, and `mla_decode_fp16.py`: two warps store each log-sum-exp
+  (3054); row maxima go through one buffer without a second barrier (2563-2567); a release without `tcgen05.wait::ld`
+  (2841-2851). They are cases, with what the emulator finds, [above](#findings-that-are-the-kernels-own). (v4.6.0)
 - `cute/blackwell/kernel/blockwise_gemm/masked_grouped_gemm.py:1021`: the warp that looks for the next tile reads
   `gidx_mapping` of a tile before it knows whether there is such a tile. Behind the last one that is an element past the
   tensor's end. Should `is_valid_tile` be asked first? (v4.6.0)
@@ -92,21 +103,31 @@ def ran(arch: str, name: str) -> dict[str, Any]:
     return found
 
 
-def words(counts: dict[str, int]) -> str:
-    return ", ".join(f"{kind.lower().replace('_', ' ')} {count}" for kind, count in counts.items())
+def words(of_schedules: list[dict[str, int]]) -> str:
+    """Kinds with their numbers, of which there are two where schedules differ: the least and the most."""
+    first = of_schedules[0]
+    assert all(one.keys() == first.keys() for one in of_schedules)
+    found = []
+    for kind in first:
+        least, most = (pick(one[kind] for one in of_schedules) for pick in (min, max))
+        found.append(f"{kind.lower().replace('_', ' ')} {least}" + (f" to {most}" if most > least else ""))
+    return ", ".join(found)
 
 
 def row(report: dict[str, Any]) -> str:
     told = report["schedules"]
     assert list(told) == list(SCHEDULES)
     one = told["lazy"]
-    for kind in ("findings", "warnings"):
-        assert all(other[kind] == one[kind] for other in told.values()), (report["case"], report["arch"], kind)
     outputs = [output for other in told.values() for output in other["outputs"].values()]
-    worst = max(output["error"] / output["budget"] if output["budget"] else 0.0 for output in outputs)
-    error = f"{worst:.2f}" if not any(output["wrong"] for output in outputs) else "WRONG"
+    worst = max(
+        output["error"] / output["budget"] if output["budget"] else 0.0 for output in outputs if not output["wrong"]
+    )
+    error = f"{worst:.2f}"
+    if wrong := [name for name, other in told.items() if any(output["wrong"] for output in other["outputs"].values())]:
+        error = f"{error}, WRONG in {', '.join(wrong)}"
+    found = (words([other[kind] for other in told.values()]) for kind in ("findings", "warnings"))
     cells = (report["case"], report["arch"], doc(report["case"]).splitlines()[0], f"{one['instructions']:,}", error)
-    return f"| {' | '.join((*cells, words(one['findings']), words(one['warnings'])))} |"
+    return f"| {' | '.join((*cells, *found))} |"
 
 
 def doc(name: str) -> str:

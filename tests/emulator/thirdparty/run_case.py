@@ -25,7 +25,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402  after the number of threads
-from cases_cutlass_variants import CUTLASS  # noqa: E402  with those of the other two
+from cases_cutlass_mla import CUTLASS  # noqa: E402  with those of the other files
 from cases_flash import FLASH  # noqa: E402
 from cases_quack import QUACK  # noqa: E402
 from peer_answers import FILE, Answers  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cases_cutlass import EXAMPLES
-from cases_cutlass_variants import CUTLASS
+from cases_cutlass_mla import CUTLASS
 from peer_answers import Answers
 from peer_cases import SCHEDULES, SM90, SM100
 from run_case import CASES, PEERS
@@ -61,10 +61,15 @@ def skip_without_examples(name: str) -> None:
 @pytest.mark.parametrize(("arch", "name"), ALL, scope="module")
 def test_values_and_findings(arch: str, name: str) -> None:
     skip_without_examples(name)
-    for schedule, told in ran(arch, name)["schedules"].items():
+    case = CASES[name]
+    schedules = ran(arch, name)["schedules"]
+    for output in case.raced:
+        right = {not told["outputs"][output]["wrong"] for told in schedules.values()}
+        assert right == {True, False}, f"{output}: {schedules}"
+    for schedule, told in schedules.items():
         for output, verdict in told["outputs"].items():
-            assert verdict["wrong"] == 0, f"{schedule}: {output}: {verdict}"
-        assert told["findings"].keys() == set(CASES[name].known.get(arch, ())), (
+            assert verdict["wrong"] == 0 or output in case.raced, f"{schedule}: {output}: {verdict}"
+        assert told["findings"].keys() == set(case.known.get(arch, ())), (
             f"{schedule}: {told['findings']}: {told['errors']}"
         )
         assert told["instructions"] > 0, f"{schedule}: nothing was launched"
