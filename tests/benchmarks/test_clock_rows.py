@@ -16,7 +16,7 @@ from benchmarks.clock import __main__ as command
 from benchmarks.clock import on_chip, problems, softmax_configs
 from benchmarks.clock.configs import Ranking, rank_correlation, timed
 from benchmarks.clock.measured import MEASURED, ROWS, on_hopper
-from benchmarks.clock.peers import ATTENTION, RUNS, flops, given, normal_e4m3, packed_shapes, sizes
+from benchmarks.clock.peers import ATTENTION, DECODE, PAGE, RUNS, flops, given, normal_e4m3, packed_shapes, sizes
 from benchmarks.clock.problems import target_of
 from benchmarks.softmax.problems import spec_of
 from dsl_backend.attention.spec import Causality
@@ -126,6 +126,18 @@ def test_a_measured_time_is_in_the_page_that_it_names(name):
     assert row.source.startswith("docs/performance/")
     page = (Path(__file__).parents[2] / row.source).read_text()
     assert row.microseconds in figures(page, *place_of(row))
+
+
+def test_a_row_of_decode_may_name_its_pages(monkeypatch):
+    """On both sides; else pages have what the other kernel copies at once."""
+    asked = []
+    monkeypatch.setattr(
+        problems.problems, "dense", lambda *_, page_size: asked.append(page_size) or SimpleNamespace(spec=0)
+    )
+    monkeypatch.setattr(problems, "attended", lambda *_: None)
+    for row in ("hd128-h64x8-b64-k1k-q1-p16", "hd128-h64x8-b64-k1k-q1"):
+        problems.BESIDE["flash-decode"](row, None)
+    assert asked == [sizes(DECODE, "hd128-h64x8-b64-k1k-q1-p16")["page"], PAGE] == [16, 128]
 
 
 def test_every_blackwell_chip_has_its_own_file_of_a_row():
