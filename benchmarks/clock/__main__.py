@@ -35,8 +35,9 @@ from .predictions import of_chip
 from .problems import OURS, run_of, target_of
 from .stand_in import EXAMPLES, PEERS, pretend
 
-# Clusters that are simulated of the rows of `--predict`. Causal rows have CTAs of many lengths.
-SAMPLES = {"prefill": 8, "mla-prefill": 8, "decode": 2, "mla-decode": 3, "linear": 2, "softmax": 1, "sampling": 1}
+# Clusters that are simulated of the rows of `--predict`. Causal rows have CTAs of many lengths, and the sampler's work
+# depends on logits.
+SAMPLES = {"prefill": 8, "mla-prefill": 8, "decode": 2, "mla-decode": 3, "linear": 2, "softmax": 1, "sampling": 16}
 
 
 def recorded(row: Measured, keep: Path | None, *, ours: bool | None = None) -> list[Recorded]:
