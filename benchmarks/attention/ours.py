@@ -4,9 +4,11 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
+from dsl_backend.attention.spec import Batch, HostLengths
 from dsl_backend.providers import Limits, Run, provider
 from dsl_backend.runtime import target as targets
 
@@ -21,9 +23,24 @@ def objections(operation: Operation, problem: Problem | WriteProblem, kernel: st
     return reasons(lambda: dispatch.choose(operation, problem.spec, targets.detect(), kernel))
 
 
-def attention(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Run:
-    """`api.plan` once, `api.run` for each layer."""
-    plan = api.plan(problem.spec, inputs.batch, kernel=kernel)
+def with_lengths(problem: Problem, batch: Batch) -> Batch:
+    """The batch as vLLM's plugin gives it to plans by default: on an SM90 they know each request's lengths.
+
+    They are not read where queries are short, and not given for MLA and packed keys.
+    """
+    if targets.detect(batch.device).kernel_arch != "sm90" or problem.mla or problem.page_size is None:
+        return batch
+    return replace(batch, host_lengths=HostLengths(np.array(problem.q_lens), np.array(problem.kv_lens)))
+
+
+def attention(problem: Problem, inputs: Inputs, kernel: str | None = None, by_bounds: bool = False) -> Run:
+    """`api.plan` once, `api.run` for each layer.
+
+    Args:
+        by_bounds: plans know the longest lengths alone, as in a captured graph.
+    """
+    batch = inputs.batch if by_bounds else with_lengths(problem, inputs.batch)
+    plan = api.plan(problem.spec, batch, kernel=kernel)
     scale = inputs.one if problem.is_fp8_kv else None
 
     def run(index: int) -> torch.Tensor:
@@ -83,6 +100,14 @@ provider(
     default=False,
     package="dsl-backend",
 )(partial(attention, kernel="triton"))
+
+provider(
+    "prefill",
+    name="by bounds",
+    objections=partial(objections, Operation.PREFILL),
+    default=False,
+    package="dsl-backend",
+)(partial(attention, by_bounds=True))
 
 for name, operation in (("prefill", Operation.PREFILL), ("mla-decode", Operation.MLA_DECODE)):
     provider(

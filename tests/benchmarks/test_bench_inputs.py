@@ -5,10 +5,13 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks.attention import inputs, oracle, writes
+from benchmarks.attention import inputs, oracle, ours, writes
 from benchmarks.attention.problems import Problem, WriteProblem, dense, latent, packed
 from dsl_backend.attention import api, reference
+from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime.workspace import Workspace
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -148,3 +151,31 @@ def test_poison_reaches_every_output() -> None:
     built = inputs.build(PROBLEMS["decode"], 2, CPU)
     operator.poison(built)
     assert all(layer.out.isnan().all() for layer in built.layers)
+
+
+@pytest.mark.parametrize(("arch", "knows"), [("sm_90", True), ("sm_100", False), ("sm_80", False)])
+def test_plans_know_the_lengths_that_vllm_gives_them(arch: str, knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them a batch of prompts has a launch for short queries too, which finds none."""
+    target = from_arch(arch)
+    monkeypatch.setattr(ours.targets, "detect", lambda device: target)
+    prompts = PROBLEMS["prefill"]
+    batch = inputs.build(prompts, 1, CPU).batch
+    found = ours.with_lengths(prompts, batch)
+    assert (found.host_lengths is not None) == knows
+    if found.host_lengths is not None:
+        assert found.host_lengths.queries.tolist() == [7, 33]
+        assert found.host_lengths.keys.tolist() == [7, 40]
+    for name in ("latent", "packed"):
+        other = inputs.build(PROBLEMS[name], 1, CPU).batch
+        assert ours.with_lengths(PROBLEMS[name], other) is other
+
+
+def test_prompts_have_one_launch_where_lengths_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    target = from_arch("sm_90")
+    monkeypatch.setattr(ours.targets, "detect", lambda device=CPU: target)
+    prompts = dense(128, 2, 2, [220] * 70, [220] * 70)
+    batch = inputs.build(prompts, 1, CPU).batch
+    planner = Planner(prompts.spec, target, Workspace(CPU))
+    parts = [len(planner.plan(one).parts) for one in (ours.with_lengths(prompts, batch), batch)]
+    assert parts == [1, 2]
