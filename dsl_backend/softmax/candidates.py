@@ -10,7 +10,15 @@ from dataclasses import replace
 from dsl_backend.rows import WARP, ceil_div, distinct
 from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target
-from dsl_backend.softmax.configs import SoftmaxConfig, default_config, estimate, predicated, spreads, widest_vector
+from dsl_backend.softmax.configs import (
+    SoftmaxConfig,
+    default_config,
+    estimate,
+    most_ctas,
+    predicated,
+    spreads,
+    widest_vector,
+)
 from dsl_backend.softmax.spec import SoftmaxSpec
 
 # Rows of a warp each: up to so many bytes of input, with so many rows in a CTA.
@@ -22,7 +30,7 @@ RANKED, ALIKE = 9, 3
 def ranked(spec: SoftmaxSpec, chip: Chip) -> list[SoftmaxConfig]:
     """The spreads with the shortest estimates, at most RANKED of them and ALIKE of one size of the cluster."""
     found: list[SoftmaxConfig] = []
-    for config in sorted(spreads(spec), key=lambda one: estimate(one, spec, chip)):
+    for config in sorted(spreads(spec, least_cluster=1), key=lambda one: estimate(one, spec, chip)):
         if len(found) < RANKED and sum(one.cluster == config.cluster for one in found) < ALIKE:
             found.append(config)
     return found
@@ -44,6 +52,7 @@ def warps(spec: SoftmaxSpec) -> Iterator[SoftmaxConfig]:
 def named(spec: SoftmaxSpec, target: Target) -> dict[str, SoftmaxConfig]:
     """The default and what may beat it, none of them twice.
 
+    `more` reserves registers for as many CTAs on an SM as may fit: a row of one CTA leaves that to the compiler.
     `early` or `late` let the next launch start at another time than the default, `last` keeps lines in the caches where
     the default does not, and `plain` does not where it does.
     Other names say threads of a row in a CTA x CTAs of it x vectors of a thread, with `r` if exponentials are computed
@@ -56,6 +65,7 @@ def named(spec: SoftmaxSpec, target: Target) -> dict[str, SoftmaxConfig]:
         "no-pdl": replace(default, use_pdl=False, late_dependents=False),
         "early" if default.late_dependents else "late": replace(default, late_dependents=not default.late_dependents),
         "predicated": predicated(default, spec),
+        "more": replace(default, ctas_per_sm=max(default.ctas_per_sm, most_ctas(default, spec))),
         "plain" if default.evict_last else "last": replace(default, evict_last=not default.evict_last),
     }
     for config in (*warps(spec), *ranked(spec, chip)):

@@ -165,10 +165,10 @@ def predicated(config: SoftmaxConfig, spec: SoftmaxSpec) -> SoftmaxConfig:
     return left_out if config.tile_elements != spec.width and not left_out.unpredicated(spec) else config
 
 
-def spreads(spec: SoftmaxSpec) -> Iterator[SoftmaxConfig]:
+def spreads(spec: SoftmaxSpec, least_cluster: int = 2) -> Iterator[SoftmaxConfig]:
     """All ways to spread a row over whole warps of the CTAs of a cluster, each with as many CTAs on an SM as fit."""
     vector = widest_vector(spec)
-    clusters = [1 << power for power in range(1, MAX_CLUSTER.bit_length())]
+    clusters = [1 << power for power in range(MAX_CLUSTER.bit_length()) if 1 << power >= least_cluster]
     least = {MAX_CLUSTER: MANY_PART_BYTES}
     clusters = [one for one in clusters if spec.width * spec.dtype.itemsize >= one * least.get(one, PART_BYTES)]
     for threads, cluster in itertools.product(range(PART_THREADS, MAX_THREADS + 1, WARP), clusters):

@@ -50,3 +50,12 @@ def test_predicated_loads_have_whole_registers() -> None:
     config = SoftmaxConfig(vector=1, vectors_per_thread=2, threads_per_row=32, rows_per_cta=4, predicated=True)
     assert config.objections(spec(63), SM90.smem_bytes) == ["predicated loads of 2 bytes: 4 are the fewest"]
     assert config.objections(spec(63, F32), SM90.smem_bytes) == []
+
+
+def test_rows_of_one_cta_have_candidates_that_fill_it() -> None:
+    """The default of 9048 columns fills 0.74 of a CTA of 512 threads, of which two fit an SM."""
+    found = candidates.named(spec(9048), SM90)
+    assert found["default"].tile_elements == 12288
+    assert found["192x1x6r"].tile_elements == 9216
+    assert found["more"].ctas_per_sm == 3
+    assert "more" not in candidates.named(spec(8192), SM90)
