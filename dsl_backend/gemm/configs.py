@@ -57,7 +57,7 @@ ARCH_KERNELS = {
         sm90.SPLIT_K,
         sm90.GATED_SPLIT_K,
     ),
-    "sm100": ArchKernels("dsl_backend.gemm.sm100", sm100.SMALL_M, sm100.GEMMS, sm100.tried, SM100_RATES),
+    "sm100": ArchKernels("dsl_backend.gemm.sm100", sm100.SMALL_M, sm100.GEMMS, sm100.tried, SM100_RATES, sm100.SPLIT_K),
 }
 # Rows that the only kernel of a batch-invariant problem is chosen for.
 INVARIANT_FOR = 1024

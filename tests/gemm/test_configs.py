@@ -94,6 +94,28 @@ def test_split_k_serves_where_all_clusters_run_at_once() -> None:
     assert max_ctas(replace(config, num_splits=6), 16, H200) == 84, "two clusters of 6 fill 12 SMs of 16"
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "splits"),
+    [
+        (6144, 4096, 1, 4),
+        (6144, 4096, 16, 4),
+        (6144, 4096, 64, 4),
+        (4096, 4096, 1, 4),
+        (4096, 4096, 16, 4),
+        (4096, 4096, 64, 8),
+        (4096, 14336, 1, 1),
+        (4096, 14336, 16, 1),
+        (4096, 14336, 32, 8),
+        (4096, 14336, 64, 8),
+    ],
+)
+def test_a_b200_chooses_as_the_clock_does(n: int, k: int, rows: int, splits: int) -> None:
+    """Between stream-K and split-K of Llama-8B's projections (docs/performance/linear.md)."""
+    chosen = choose(replace(LLAMA, n=n, k=k, activation=None), rows, B200)
+    assert isinstance(chosen, sm100.SmallMConfig)
+    assert chosen.num_splits == splits
+
+
 def test_sparing_sms_takes_no_other_kernels() -> None:
     """What was compiled ahead serves. The choice may be another: 88 tiles on 44 CTAs take two waves."""
     spec = replace(LLAMA, n=2816, k=2048)

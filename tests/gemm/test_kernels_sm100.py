@@ -8,7 +8,7 @@ from gemm_cases import CASES_SM100, Emulated, emulate, random_sm100, spec_of
 
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import fitting
-from dsl_backend.gemm.sm100.configs import GEMMS, SMALL_M, SmallMConfig
+from dsl_backend.gemm.sm100.configs import GEMMS, SMALL_M, SPLIT_K, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
 
@@ -37,13 +37,19 @@ def test_fuzz(seed: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("activation", [Swiglu(), None], ids=["gated", "plain"])
-@pytest.mark.parametrize("place", range(len(SMALL_M) + len(GEMMS)))
-def test_every_kernel_that_is_chosen(place: int, activation: Swiglu | None) -> None:
+@pytest.mark.parametrize(
+    ("activation", "place"),
+    [
+        *((Swiglu(), place) for place in range(len(SMALL_M) + len(GEMMS))),
+        *((None, place) for place in range(len(SMALL_M) + len(SPLIT_K) + len(GEMMS))),
+    ],
+)
+def test_every_kernel_that_is_chosen(activation: Swiglu | None, place: int) -> None:
     """At full size, on two and a half rounds of its stages."""
     target = from_arch("sm_100a")
     case = LinearCase(rows=1, n=200, k=8, activation=activation)
-    config = fitting(spec_of(case), target)[place]
+    # A k that any number of splits divides.
+    config = fitting(replace(spec_of(case), k=4096), target)[place]
     if isinstance(config, SmallMConfig):
         case = replace(case, rows=config.tile_tokens - 3, k=config.tile_k * config.stages * 5 // 2 - 24)
     else:
