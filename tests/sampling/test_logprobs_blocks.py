@@ -85,6 +85,24 @@ def test_sums_by_blocks(device: torch.device) -> None:
     assert torch.equal(written(x, parameters), written(x, parameters, 1))
 
 
+@pytest.mark.parametrize("rows", [MIXED[7:8], pytest.param(MIXED[::3] + TIES[::4], marks=pytest.mark.full)])
+def test_programs_with_several_blocks(
+    rows: tuple[Any, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many rows; the number of programs changes no bit."""
+    x, parameters = sampling.tensors(case_of(rows), device)
+    expected = written(x, parameters)
+    for programs in (1, 2):
+        monkeypatch.setattr(host.RowSums, "grid", lambda _, rows, programs=programs: (rows, programs))
+        assert torch.equal(written(x, parameters), expected)
+
+
+def test_programs_of_rows(device: torch.device) -> None:
+    """Many rows have few programs each."""
+    sums = host.RowSums(128_256, replace(detect(device), sm_count=132), 1, device)
+    assert [sums.grid(rows) for rows in (6, 384, 6000)] == [(6, 63), (384, 11), (6000, 1)]
+
+
 @pytest.mark.parametrize("vocab", [1, pytest.param(300, marks=pytest.mark.full)])
 def test_few_logits(vocab: int, device: torch.device) -> None:
     x, parameters = sampling.tensors(case_of((MIXED[7], TIES[0], ODD[0]), vocab), device)

@@ -12,7 +12,8 @@ the next launch find the digit by these sums.
 4. `sum_digits`, seven times for top-p: one digit each.
 5. `write_logprobs`.
 
-Sums are of integers: no partition changes what is kept, or a bit of the row's sum.
+Sums are of integers: no partition changes what is kept, or a bit of the row's sum. A block that has nothing of the
+digits found so far is not read again.
 """
 
 import triton
@@ -21,17 +22,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsl_backend.sampling.triton.dependent_launch import after_the_last_launch
 from dsl_backend.sampling.triton.fixed_point import (
+    DEFINED_BLOCK,
     LN2,
     MAX_LOGIT,
     NEG_INF,
     PROB_UNIT,
     SIGN,
     load_logits,
+    mass_of,
     prob_of,
     scale_of,
     to_ordered_uint,
+    weighted,
 )
-from dsl_backend.sampling.triton.kernel import block_sums, min_prob_of, temperature_of, top_k_of, top_p_of
+from dsl_backend.sampling.triton.kernel import min_prob_of, temperature_of, top_k_of, top_p_of
 
 PASSES = 8
 DIGIT_BITS = tl.constexpr(32 // PASSES)
@@ -62,15 +66,54 @@ def row_top_p(parameters, workspace, row, greedy, V, BLOCKS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def sum_by_digit(workspace, row, max_rows, keys, amounts, pivot, PASS, BLOCKS: tl.constexpr):
-    """Leave the sums of a block's amounts for each value of digit number PASS, of keys that begin as the pivot does."""
+def digits_of(keys, pivot, PASS):
+    """(digit number PASS of keys, int32; whether they begin as the pivot does)."""
     shift = 32 - DIGIT_BITS * (PASS + 1)
-    key = keys.to(tl.int64)
-    amounts = tl.where(((key >> shift) >> DIGIT_BITS) == ((pivot >> shift) >> DIGIT_BITS), amounts, 0)
-    value = (key >> shift) & (DIGITS - 1)
-    sums = workspace.digit_sums + (((PASS & 1) * max_rows + row) * BLOCKS + tl.program_id(1)) * DIGITS
-    for digit in tl.static_range(DIGITS):
-        tl.store(sums + digit, tl.sum(tl.where(value == digit, amounts, 0), 0))
+    # By DIGIT_BITS alone: all of 32 bits are no shift.
+    before = ((keys >> shift) >> DIGIT_BITS) == ((pivot.to(tl.uint32) >> shift) >> DIGIT_BITS)
+    return ((keys >> shift) & (DIGITS - 1)).to(tl.int32), before
+
+
+@triton.jit
+def digit_sums_of(workspace, row, max_rows, block, PASS, BLOCKS: tl.constexpr):
+    """Pointers to the sums that a block has for each value of digit number PASS, [DIGITS]."""
+    return workspace.digit_sums + (((PASS & 1) * max_rows + row) * BLOCKS + block) * DIGITS + tl.arange(0, DIGITS)
+
+
+@triton.jit
+def count_by_digit(workspace, row, max_rows, block, keys, counts, pivot, PASS, BLOCKS: tl.constexpr):
+    """Leave how many of a block's keys have each value of digit number PASS, of those that begin as the pivot does."""
+    value, before = digits_of(keys, pivot, PASS)
+    found = tl.histogram(value, DIGITS, mask=counts & before)
+    tl.store(digit_sums_of(workspace, row, max_rows, block, PASS, BLOCKS), found.to(tl.int64))
+
+
+@triton.jit
+def sum_by_digit(workspace, row, max_rows, block, keys, amounts, pivot, PASS, BLOCKS: tl.constexpr):
+    """Leave the sums of a block's amounts for each value of digit number PASS, of keys that begin as the pivot does."""
+    value, before = digits_of(keys, pivot, PASS)
+    amounts = tl.where(before, amounts, 0)
+    digit = tl.arange(0, DIGITS)
+    sums = tl.zeros([DIGITS], tl.int64)
+    # Most blocks have no amount that counts: min-p and top-k keep few tokens, and a pivot's digits are those of few.
+    if tl.max(amounts, 0) > 0:
+        for one in tl.static_range(DIGITS):
+            sums = tl.where(digit == one, tl.sum(tl.where(value == one, amounts, 0), 0), sums)
+    tl.store(digit_sums_of(workspace, row, max_rows, block, PASS, BLOCKS), sums)
+
+
+@triton.jit
+def has_digit(workspace, row, max_rows, block, pivot, PASS, BLOCKS: tl.constexpr):
+    """Whether a block has any amount of keys that begin with the first PASS digits of the pivot.
+
+    If not, the block need not be read: its sums are 0, which this leaves.
+    """
+    digit = (pivot >> (32 - DIGIT_BITS * PASS)) & (DIGITS - 1)
+    at = ((((PASS - 1) & 1) * max_rows + row) * BLOCKS + block) * DIGITS
+    has = tl.load(workspace.digit_sums + at + digit) > 0
+    if has == 0:
+        tl.store(digit_sums_of(workspace, row, max_rows, block, PASS, BLOCKS), tl.zeros([DIGITS], tl.int64))
+    return has
 
 
 @triton.jit
@@ -106,10 +149,24 @@ def keep_pivot(workspace, row, max_rows, pivot, missing, PASS):
 
 
 @triton.jit
-def block_of_row(logits_ptr, stride, row, V, BLOCK: tl.constexpr):
-    """(ids, logits) of this program's block."""
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def block_of_row(logits_ptr, stride, row, block, V, BLOCK: tl.constexpr):
+    """(ids, logits) of a block."""
+    ids = block * BLOCK + tl.arange(0, BLOCK)
     return ids, load_logits(logits_ptr + row * stride, ids, V)
+
+
+@triton.jit
+def block_masses(values, block, V, scale, BLOCK: tl.constexpr):
+    """Of the blocks of 512 logits in a block: (their numbers, largest logits, sums of masses below those).
+
+    Of one without a logit above -inf the sum means nothing: its weight in the row is 0.
+    """
+    GROUPS: tl.constexpr = BLOCK // DEFINED_BLOCK
+    group = block * GROUPS + tl.arange(0, GROUPS)
+    x = load_logits(values, group[:, None] * DEFINED_BLOCK + tl.arange(0, DEFINED_BLOCK)[None, :], V)
+    largest = tl.max(x, 1)
+    mass = mass_of(x, tl.minimum(largest, MAX_LOGIT)[:, None], scale)
+    return group, largest, tl.sum(mass.to(tl.int64), 1)
 
 
 @triton.jit
@@ -129,7 +186,9 @@ def allowed_prob(x, ids, V, row, limits):
 def max_of_row_blocks(
     logits_ptr, stride, parameters, workspace, sizes, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Find a block's largest logit, and count by top-k's first digit: the grid is [rows, blocks of a row].
+    """Find each block's largest logit, and count by top-k's first digit: the grid is [rows, programs of a row].
+
+    A row's programs take its blocks in turns.
 
     Args:
         stride: between rows of the logits.
@@ -142,12 +201,14 @@ def max_of_row_blocks(
         gdc_launch_dependents()
     V, max_rows = sizes
     row = tl.program_id(0).to(tl.int64)
-    ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
-    tl.store(workspace.maxima + row * BLOCKS + tl.program_id(1), tl.max(x, 0))
     _temperature, greedy = temperature_of(parameters, row)
-    if top_k_of(parameters, row, greedy, V) > 0:
-        zero = tl.full([], 0, tl.int64)
-        sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), (ids < V).to(tl.int32), zero, 0, BLOCKS)
+    has_top_k = top_k_of(parameters, row, greedy, V) > 0
+    zero = tl.full([], 0, tl.int64)
+    for block in range(tl.program_id(1), tl.cdiv(V, BLOCK), tl.num_programs(1)):
+        ids, x = block_of_row(logits_ptr, stride, row, block, V, BLOCK)
+        tl.store(workspace.maxima + row * BLOCKS + block, tl.max(x, 0))
+        if has_top_k:
+            count_by_digit(workspace, row, max_rows, block, to_ordered_uint(x), ids < V, zero, 0, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["PASS"])
@@ -169,41 +230,49 @@ def count_digits(
     _temperature, greedy = temperature_of(parameters, row)
     k = top_k_of(parameters, row, greedy, V)
     if k > 0:
-        pivot, missing, _last = pivot_before(workspace, row, max_rows, k.to(tl.int64), tl.cdiv(V, BLOCK), PASS, BLOCKS)
+        blocks = tl.cdiv(V, BLOCK)
+        pivot, missing, _last = pivot_before(workspace, row, max_rows, k.to(tl.int64), blocks, PASS, BLOCKS)
         keep_pivot(workspace, row, max_rows, pivot, missing, PASS)
-        ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
-        sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), (ids < V).to(tl.int32), pivot, PASS, BLOCKS)
+        for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+            if has_digit(workspace, row, max_rows, block, pivot, PASS, BLOCKS):
+                ids, x = block_of_row(logits_ptr, stride, row, block, V, BLOCK)
+                count_by_digit(workspace, row, max_rows, block, to_ordered_uint(x), ids < V, pivot, PASS, BLOCKS)
 
 
 @triton.jit
 def sum_of_row_blocks(
     logits_ptr, stride, parameters, workspace, sizes, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Sum what min-p and top-k keep of a block, also by top-p's first digit. As `max_of_row_blocks`."""
+    """Sum what min-p and top-k keep of each block, also by top-p's first digit. As `max_of_row_blocks`."""
     after_the_last_launch(OVERLAP)
     V, max_rows = sizes
     row = tl.program_id(0).to(tl.int64)
     row_max, relative, _temperature, greedy = row_of(parameters, workspace, row, V, BLOCKS, BLOCK)
     if row_max > NEG_INF:
+        blocks = tl.cdiv(V, BLOCK)
         top_k_key = tl.full([], 0, tl.int64)
         k = top_k_of(parameters, row, greedy, V)
         if k > 0:
             top_k_key, _missing, _last = pivot_before(
-                workspace, row, max_rows, k.to(tl.int64), tl.cdiv(V, BLOCK), ALL_DIGITS, BLOCKS
+                workspace, row, max_rows, k.to(tl.int64), blocks, ALL_DIGITS, BLOCKS
             )
         tl.store(workspace.top_k_keys + row, top_k_key, mask=tl.program_id(1) == 0)
         limits = (min_prob_of(parameters, row, greedy), top_k_key.to(tl.uint32))
         by_block = (limits[0] == 0) & (limits[1] == 0)
-        everything = (NEG_INF, tl.full([], -1, tl.int32))
-        base = tl.program_id(1) * BLOCK
-        _ids, prefix = block_sums(logits_ptr + row * stride, base, V, relative, limits, by_block, everything, BLOCK)
-        tl.store(workspace.prob_sums + row * BLOCKS + tl.program_id(1), tl.sum(tl.max(prefix, 1), 0))
         zero = tl.full([], 0, tl.int64)
         has_top_p, _limit = top_p_of(parameters, row, greedy, zero)
-        if has_top_p:
-            ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
-            _keep, prob = allowed_prob(x, ids, V, relative, limits)
-            sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), prob, zero, 0, BLOCKS)
+        for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+            if by_block:
+                _group, largest, masses = block_masses(logits_ptr + row * stride, block, V, relative[1], BLOCK)
+                weights = prob_of(tl.minimum(largest, MAX_LOGIT), relative[0], relative[1])
+                tl.store(workspace.prob_sums + row * BLOCKS + block, tl.sum(weighted(masses, weights), 0))
+            if has_top_p | (by_block == 0):
+                ids, x = block_of_row(logits_ptr, stride, row, block, V, BLOCK)
+                _keep, prob = allowed_prob(x, ids, V, relative, limits)
+                if by_block == 0:
+                    tl.store(workspace.prob_sums + row * BLOCKS + block, tl.sum(prob, 0))
+                if has_top_p:
+                    sum_by_digit(workspace, row, max_rows, block, to_ordered_uint(x), prob, zero, 0, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["PASS"])
@@ -226,12 +295,15 @@ def sum_digits(
     if row_max > NEG_INF:
         _prob_sum, has_top_p, limit = row_top_p(parameters, workspace, row, greedy, V, BLOCKS, BLOCK)
         if has_top_p:
-            pivot, missing, _last = pivot_before(workspace, row, max_rows, limit, tl.cdiv(V, BLOCK), PASS, BLOCKS)
+            blocks = tl.cdiv(V, BLOCK)
+            pivot, missing, _last = pivot_before(workspace, row, max_rows, limit, blocks, PASS, BLOCKS)
             keep_pivot(workspace, row, max_rows, pivot, missing, PASS)
             limits = (min_prob_of(parameters, row, greedy), tl.load(workspace.top_k_keys + row).to(tl.uint32))
-            ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
-            _keep, prob = allowed_prob(x, ids, V, relative, limits)
-            sum_by_digit(workspace, row, max_rows, to_ordered_uint(x), prob, pivot, PASS, BLOCKS)
+            for block in range(tl.program_id(1), blocks, tl.num_programs(1)):
+                if has_digit(workspace, row, max_rows, block, pivot, PASS, BLOCKS):
+                    ids, x = block_of_row(logits_ptr, stride, row, block, V, BLOCK)
+                    _keep, prob = allowed_prob(x, ids, V, relative, limits)
+                    sum_by_digit(workspace, row, max_rows, block, to_ordered_uint(x), prob, pivot, PASS, BLOCKS)
 
 
 @triton.jit
@@ -272,7 +344,7 @@ def write_logprobs(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Write a block's log-probabilities. Grid and arguments as in `max_of_row_blocks`.
+    """Write a block's log-probabilities: the grid is [rows, blocks of a row]. Arguments as in `max_of_row_blocks`.
 
     Args:
         logprobs: pointer to [rows, V] float32.
@@ -282,7 +354,7 @@ def write_logprobs(
     V, max_rows = sizes
     row = tl.program_id(0).to(tl.int64)
     row_max, relative, temperature, greedy = row_of(parameters, workspace, row, V, BLOCKS, BLOCK)
-    ids, x = block_of_row(logits_ptr, stride, row, V, BLOCK)
+    ids, x = block_of_row(logits_ptr, stride, row, tl.program_id(1), V, BLOCK)
     found = tl.full([BLOCK], NEG_INF, tl.float32)
     if row_max > NEG_INF:
         prob_sum, has_top_p, limit = row_top_p(parameters, workspace, row, greedy, V, BLOCKS, BLOCK)

@@ -22,16 +22,20 @@ from dsl_backend.sampling.triton.logprobs import (
     write_logprobs,
 )
 
+# Each of them finds a digit by the sums of all blocks of its row: with many rows few programs share a row.
+PROGRAMS_OF_SM = 32
+
 
 class RowSums:
     """What the filters keep of up to max_rows rows, and the sums of it. It owns its workspace.
 
-    Two launches; seven more where rows have top-k, and seven more where they have top-p. Each of them reads the logits
-    once. Rows without a filter that others have leave its launches at once.
+    Two launches; seven more where rows have top-k, and seven more where they have top-p. The first
+    ones read the logits once; those of digits read the blocks that may have the last kept one. Rows without a filter
+    that others have leave its launches at once.
     """
 
     def __init__(self, vocab: int, target: Target, max_rows: int, device: torch.device) -> None:
-        self.vocab, self.max_rows = vocab, max_rows
+        self.vocab, self.max_rows, self.sms = vocab, max_rows, target.used_sms
         self.block = block_of(vocab, target.used_sms)
         self.blocks = triton.next_power_of_2(triton.cdiv(vocab, self.block))
         overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
@@ -76,7 +80,9 @@ class RowSums:
         return self.vocab, self.max_rows
 
     def grid(self, rows: int) -> tuple[int, int]:
-        return rows, triton.cdiv(self.vocab, self.block)
+        """Of launches whose programs take a row's blocks in turns."""
+        programs = max(PROGRAMS_OF_SM * max(self.sms, 1) // rows, 1)
+        return rows, min(programs, triton.cdiv(self.vocab, self.block))
 
     def launch_sums(self, logits: torch.Tensor, parameters: Parameters) -> None:
         """Fill the workspace. logits: [rows, vocab] at any row stride."""
@@ -95,7 +101,7 @@ class RowLogprobs(RowSums):
     def launch(self, logits: torch.Tensor, parameters: Parameters, logprobs: torch.Tensor) -> None:
         """Write logprobs, [rows, vocab] float32 and contiguous. logits: [rows, vocab] at any row stride."""
         self.launch_sums(logits, parameters)
-        given, grid = self.arguments(logits, parameters), self.grid(logits.shape[0])
+        given, grid = self.arguments(logits, parameters), (logits.shape[0], triton.cdiv(self.vocab, self.block))
         write_logprobs[grid](*given, logprobs, self.sizes, **self.later)
 
 

@@ -29,7 +29,6 @@ from dsl_backend.sampling.triton.fixed_point import (
     NO_ID,
     PROB_ONE,
     load_logits,
-    mass_of,
     multiply_high,
     normal_of,
     normalized,
@@ -40,7 +39,7 @@ from dsl_backend.sampling.triton.fixed_point import (
     weighted,
 )
 from dsl_backend.sampling.triton.kernel import min_prob_of
-from dsl_backend.sampling.triton.logprobs import last_kept, row_of, row_top_p, ties_of_blocks
+from dsl_backend.sampling.triton.logprobs import block_masses, last_kept, row_of, row_top_p, ties_of_blocks
 
 RATIO_TEST = tl.constexpr(verification_random.RATIO_TEST)
 RESIDUAL = tl.constexpr(verification_random.RESIDUAL)
@@ -115,16 +114,10 @@ def exponent_scale_of(parameters, row):
 @triton.jit
 def sum_blocks(values, V, exponent_scale, maxima, masses, chunk, BLOCK: tl.constexpr):
     """Leave the maxima and the sums of masses of one program's blocks number `chunk`, BLOCK logits in all."""
-    GROUPS: tl.constexpr = BLOCK // DEFINED_BLOCK
-    block = chunk * GROUPS + tl.arange(0, GROUPS)
-    ids = block[:, None] * DEFINED_BLOCK + tl.arange(0, DEFINED_BLOCK)[None, :]
-    x = load_logits(values, ids, V)
-    largest = tl.max(x, 1)
-    # Of a block without a logit above -inf the sum means nothing: its weight is 0.
-    mass = mass_of(x, tl.minimum(largest, MAX_LOGIT)[:, None], exponent_scale)
+    block, largest, mass_sum = block_masses(values, chunk, V, exponent_scale, BLOCK)
     mask = block * DEFINED_BLOCK < V
     tl.store(maxima + block, largest, mask=mask)
-    tl.store(masses + block, tl.sum(mass.to(tl.int64), 1), mask=mask)
+    tl.store(masses + block, mass_sum, mask=mask)
 
 
 @triton.jit(do_not_specialize=["CHUNKS"])
