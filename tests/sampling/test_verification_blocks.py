@@ -75,8 +75,9 @@ def test_rows_of_three_blocks(
 @pytest.mark.parametrize(
     ("known", "filters"),
     [
-        (Known.LOGITS, ("top_p",)),
+        (Known.LOGITS, ("min_p",)),
         (Known.PROBABILITIES, ("min_p",)),
+        pytest.param(Known.LOGITS, ("top_p",), marks=pytest.mark.full),
         pytest.param(Known.LOGITS, ("top_k", "top_p"), marks=pytest.mark.full),
         pytest.param(Known.PROBABILITIES, ("top_k", "top_p", "min_p"), marks=pytest.mark.full),
     ],
@@ -205,15 +206,25 @@ def test_a_launch_that_does_less_is_found(
     assert difference(random_step(0, Known.LOGITS, VOCAB, device, filters=()), device) != []
 
 
-@pytest.mark.parametrize("name", ["pivots", "tie_ids", "normals"])
-def test_a_mistake_of_filtered_rows_is_found(name: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """The last logit that is kept, the first of its ties, and the sum of what is kept."""
-    step = rounded(random_step(2, Known.LOGITS, 600, device, filters=("top_p",)))
+@pytest.mark.parametrize(
+    ("name", "filters"),
+    [
+        ("normals", ("min_p",)),
+        ("min_probs", ("min_p",)),
+        pytest.param("pivots", ("top_p",), marks=pytest.mark.full),
+        pytest.param("tie_ids", ("top_p",), marks=pytest.mark.full),
+    ],
+)
+def test_a_mistake_of_filtered_rows_is_found(
+    name: str, filters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """The sum of what is kept, the least probability, the last logit, and the first of its ties."""
+    step = rounded(random_step(2, Known.LOGITS, 300, device, filters=filters))
     accept = host.TritonVerifier.accept
 
     def with_mistake(self: host.TritonVerifier, given: Any, *rest: Any, **options: Any) -> None:
         wrong = getattr(given.workspace, name)[: len(step.logits)]
-        wrong.copy_({"pivots": wrong - 1, "tie_ids": wrong * 0, "normals": wrong // 2}[name])
+        wrong.copy_({"tie_ids": wrong * 0}.get(name, wrong // 2))
         accept(self, given, *rest, **options)
 
     monkeypatch.setattr(host.TritonVerifier, "accept", with_mistake)
