@@ -23,7 +23,7 @@ LIMIT_S = 900
 QUICK = (
     *("dense", "batch-invariant", "write-fp8", "linear-plain", "scaled-linear", "experts-mapped"),
     "activated-rows",
-    *("norm", "softmax", "logprobs", "drafts-logits"),
+    *("norm", "softmax", "logprobs", "drafts-logits", "drafts-filtered"),
 )
 KERNELS = {
     *("prefill_kernel", "split_kv_kernel", "combine_kernel", "batch_invariant_kernel", "write_kv_kernel"),
