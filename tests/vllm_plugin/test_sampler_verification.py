@@ -27,7 +27,7 @@ from dsl_backend.sampling.verification import Distributions, Drafts, Known, Veri
 from dsl_backend.vllm_plugin.sampler import replace as sampler
 from dsl_backend.vllm_plugin.sampler import v1_verification, v2_verification
 from dsl_backend.vllm_plugin.sampler.replace import V1, V2
-from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
+from dsl_backend.vllm_plugin.sampler.row_sampler import Returned, RowSampler
 from tests.vllm_plugin.test_sampler import (
     MOST,
     VOCAB,
@@ -143,6 +143,11 @@ def test_v1_steps_with_other_numbers_of_drafts() -> None:
     assert not found[0].equal(found[1])
 
 
+def assert_no_logprobs(rows: RowSampler) -> None:
+    """Log-probabilities of whole rows, which nobody has asked for, are not computed."""
+    assert {kind for _, _, kind in rows.plans} == {Returned.NOTHING, Returned.LIKELIEST}
+
+
 def test_v1_ratio() -> None:
     runner, metadata = v1_runner(draft_sample_method="probabilistic"), v1_step()
     logits = some_logits(ROWS)
@@ -165,6 +170,7 @@ def test_v1_ratio() -> None:
     )
     found = runner.rejection_sampler(made, probs, logits.clone(), metadata).sampled_token_ids
     assert found.tolist() == expected.tolist()
+    assert_no_logprobs(runner.sampler.rows)
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
@@ -382,6 +388,7 @@ def test_v2_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(found_counts, counts)
         accepted += int((counts > 1).sum())
     assert accepted > 0
+    assert_no_logprobs(own.sampler.rows)
 
 
 def test_v2_logprobs(monkeypatch: pytest.MonkeyPatch) -> None:
