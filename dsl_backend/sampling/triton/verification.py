@@ -49,21 +49,25 @@ SUMS_AT_ONCE = tl.constexpr(2048)
 
 
 @triton.jit
-def target_probs(logits, ids, V, row, kept):
+def target_probs(logits, ids, V, scaled_by, workspace, row, tested):
     """The target's probabilities in units of 2**-40, int64; 0 past the row's end, and where a filter removes a token.
 
     Args:
-        row: (scale of exponents, reference of the row, scale of its probabilities).
-        kept: (the least key, the first id of its ties, the least probability) that filters keep; None without filters.
+        logits: pointers to the rows' first ones.
+        scaled_by: (scale of exponents, reference of the row, scale of its probabilities).
+        row: in the workspace, which has what filters keep, if there are any.
+        tested: whether a row's is read; others get a meaningless probability.
     """
-    exponent_scale, reference, normal = row
+    exponent_scale, reference, normal = scaled_by
     x = load_logits(logits, ids, V)
     prob = prob_of(x, reference, exponent_scale)
     counts = ids < V
-    if kept is not None:
+    if workspace.pivots is not None:
+        pivot = tl.load(workspace.pivots + row, mask=tested, other=0)
+        tie_id = tl.load(workspace.tie_ids + row, mask=tested, other=0)
         key = to_ordered_uint(x).to(tl.int64)
-        counts &= (key > kept[0]) | ((key == kept[0]) & (ids >= kept[1]))
-        counts &= prob >= kept[2]
+        counts &= (key > pivot) | ((key == pivot) & (ids >= tie_id))
+        counts &= prob >= tl.load(workspace.min_probs + row, mask=tested, other=0)
     return tl.where(counts, normalized(prob, normal), 0)
 
 
@@ -72,13 +76,15 @@ def draft_probs(values, ids, V, row, PROBABILITIES: tl.constexpr):
     """The drafter's probabilities in units of 2**-40, int64; 0 past the row's end.
 
     Args:
-        row: as in `target_probs`; not used for PROBABILITIES.
+        row: `scaled_by` as in `target_probs`; not used for PROBABILITIES.
     """
     if PROBABILITIES:
         q = tl.load(values + ids, mask=ids < V, other=0.0)
         return (tl.minimum(tl.where(q > 0.0, q, 0.0), 1.0) * PROB_ONE).to(tl.int64)
     else:
-        return target_probs(values, ids, V, row, None)
+        exponent_scale, reference, normal = row
+        prob = prob_of(load_logits(values, ids, V), reference, exponent_scale)
+        return tl.where(ids < V, normalized(prob, normal), 0)
 
 
 @triton.jit
@@ -255,17 +261,6 @@ def row_normals(workspace, at, tested, exponent_scales, blocks, BLOCKS: tl.const
 
 
 @triton.jit
-def kept_of(workspace, row, tested):
-    """What filters keep of rows, as `target_probs` needs it; None without filters."""
-    if workspace.pivots is not None:
-        pivot = tl.load(workspace.pivots + row, mask=tested, other=0)
-        tie_id = tl.load(workspace.tie_ids + row, mask=tested, other=0)
-        return pivot, tie_id, tl.load(workspace.min_probs + row, mask=tested, other=0)
-    else:
-        return None
-
-
-@triton.jit
 def test_ratios(
     drawn,
     strides,
@@ -303,7 +298,7 @@ def test_ratios(
         blocks = tl.cdiv(V, DEFINED_BLOCK)
         references, normals = row_normals(workspace, row, tested, exponent_scales, blocks, BLOCKS)
     p_row = (exponent_scales, references, normals)
-    p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, kept_of(workspace, row, tested))
+    p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, workspace, row, tested)
     seeds = tl.load(parameters.seeds + row, mask=tested, other=0)
     positions = tl.load(parameters.positions + row, mask=tested, other=0)
     return multiply_high(random_bits(seeds, positions + RATIO_TEST, 0), q) < p
@@ -379,7 +374,7 @@ def rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, P
         q_row = (exponent_scale, tl.load(workspace.references + at), tl.load(workspace.normals + at))
     q = draft_probs(draft_values(strides[1], drafts, row, True), ids, draft_V, q_row, PROBABILITIES)
     p_row = (exponent_scale, tl.load(workspace.references + row), tl.load(workspace.normals + row))
-    p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, kept_of(workspace, row, True))
+    p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, workspace, row, True)
     return tl.maximum(p - q, 0)
 
 
