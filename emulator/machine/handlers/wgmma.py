@@ -243,7 +243,7 @@ class Member:
     number: int
     registers: Rows
     fenced: Registers = field(init=False)
-    counts: Vector = field(init=False)
+    counts: NDArray[np.uint32] = field(init=False)
     fences: int = 0
     group: Vector = field(init=False)
     shape: Vector = field(init=False)
