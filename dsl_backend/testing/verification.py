@@ -72,7 +72,7 @@ def random_step(
         seeds=seeds,
         positions=torch.arange(rows) * 3,
         temperature=temperature,
-        **{name: values[name] for name in filters},  # type: ignore[arg-type]
+        **{name: values[name] for name in filters},
     )
     tokens = reference.sample(logits, parameters)[0]
     inputs = tokens.roll(1)
