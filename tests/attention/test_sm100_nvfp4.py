@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SM100's dense kernels over NVFP4 caches on the emulator, and mistakes in what they do beyond an fp8 cache."""
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel, Misaligned
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, from_arch
-from dsl_backend.testing import check
+from dsl_backend.testing import check, fuzz
 from dsl_backend.testing.cases import FP16, Case, by_id
 from dsl_backend.testing.cases.nvfp4 import HEADS_FIRST, NVFP4
 from dsl_backend.testing.inputs import Layout
@@ -52,6 +53,11 @@ def test_case_on_the_other_schedules(index: int, shift: int) -> None:
     emulate(SERVED[index], "sm_100a", lambda planner, short: make(planner, short, index + shift), index + shift)
 
 
+def default(planner: Planner, short: bool) -> Kernel:
+    kind, config = (SplitKV, default_split_config) if short else (Prefill, default_config)
+    return kind(planner.spec, planner.target, scratch(), config(planner.spec))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -68,11 +74,70 @@ def test_default_configurations(dim: int, index: int) -> None:
         around=HEADS_FIRST,
     )
 
-    def default(planner: Planner, short: bool) -> Kernel:
-        kind, config = (SplitKV, default_split_config) if short else (Prefill, default_config)
-        return kind(planner.spec, planner.target, scratch(), config(planner.spec))
-
     emulate(case, "sm_100a", default, index)
+
+
+LAYERS, PROBLEMS, SEED, SPECS = 12, 5, 20261129, 10_000
+SIZES = replace(fuzz.TINY, kv=400, q=150, requests=3, heads_kv=(1, 2))
+DIMS = ((64, 64), (128, 128), (96, 96), (192, 128), (32, 160), (256, 256), (128, 192))
+LAYOUTS = (Layout.HEADS_FIRST, Layout.SEPARATE, Layout.PADDED)
+
+
+def drawn(layer: int, turn: int) -> Case:
+    """A random problem of decode or of prefill, over a cache in NVFP4; the layer's facts are those of all its turns."""
+    case = fuzz.problem(("decode", "prefill")[layer % 2], SEED, layer + turn * SPECS, SIZES, SPECS)
+    assert isinstance(case, Case)
+    draw = random.Random(f"{SEED} {layer}")
+    dim, dim_v = DIMS[layer % len(DIMS)]
+    fp8_q = draw.random() < 0.25
+    stored = draw.choice(("16 bits", "16 bits", "e4m3", "nvfp4")) if case.heads[0] * dim_v % 64 == 0 else "16 bits"
+    return replace(
+        case,
+        dim=dim,
+        dim_v=dim_v,
+        page=case.page or draw.choice(fuzz.PAGES),
+        fp8=False,
+        nvfp4=True,
+        fp8_q=fp8_q,
+        q_gain=1.0 if fp8_q else case.q_gain,  # e4m3 cannot be multiplied
+        fp8_out=stored == "e4m3",
+        nvfp4_out=stored == "nvfp4",
+        tile=None,
+        around=replace(case.around, layout=LAYOUTS[(layer + turn) % len(LAYOUTS)]),
+    )
+
+
+@pytest.mark.parametrize(
+    "layer", [pytest.param(n, marks=pytest.mark.full if n > 1 else pytest.mark.rest) for n in range(LAYERS)]
+)
+def test_random_problems_of_a_layer(layer: int) -> None:
+    """With the default of a layer, and with small tiles; keys are split among as many CTAs as a problem asks for."""
+    for turn in range(PROBLEMS):
+        case = drawn(layer, turn)
+
+        def chosen(planner: Planner, short: bool, case: Case = case, turn: int = turn) -> Kernel:
+            kernel = default(planner, short) if (layer + turn) % 2 else make(planner, short, layer)
+            if short and case.programs is not None:
+                assert isinstance(kernel, host.LayerKernel)
+                kernel.num_ctas = case.programs
+            return kernel
+
+        emulate(case, "sm_100a", chosen, layer + turn)
+
+
+def test_random_layers_differ() -> None:
+    """All of a kernel's forms are among them: outputs of each kind, queries of both, masks, pages, layouts."""
+    cases = [drawn(layer, turn) for layer in range(LAYERS) for turn in range(PROBLEMS)]
+    assert len(cases) == 60
+    for name in ("fp8_q", "fp8_out", "nvfp4_out", "sinks", "alibi", "scales_by_head"):
+        assert {getattr(case, name) for case in cases} == {True, False}, name
+    assert any(case.window[0] is not None for case in cases)
+    assert any(case.softcap for case in cases)
+    assert any(case.causal for case in cases)
+    assert any(case.programs for case in cases)
+    assert any(case.dtype == FP16 for case in cases)
+    assert {case.around.layout for case in cases} == set(LAYOUTS)
+    assert len({case.page for case in cases}) > 3
 
 
 def test_pages_with_tokens_outermost_are_left_to_triton() -> None:
