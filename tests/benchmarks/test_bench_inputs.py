@@ -10,6 +10,7 @@ from benchmarks.attention.problems import Problem, WriteProblem, dense, latent, 
 from dsl_backend.attention import api, reference
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch
+from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 
@@ -157,7 +158,7 @@ def test_poison_reaches_every_output() -> None:
 def test_plans_know_the_lengths_that_vllm_gives_them(arch: str, knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them a batch of prompts has a launch for short queries too, which finds none."""
     target = from_arch(arch)
-    monkeypatch.setattr(ours.targets, "detect", lambda device: target)
+    monkeypatch.setattr(targets, "detect", lambda device: target)
     prompts = PROBLEMS["prefill"]
     batch = inputs.build(prompts, 1, CPU).batch
     found = ours.with_lengths(prompts, batch)
@@ -173,7 +174,7 @@ def test_plans_know_the_lengths_that_vllm_gives_them(arch: str, knows: bool, mon
 def test_prompts_have_one_launch_where_lengths_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cutlass")
     target = from_arch("sm_90")
-    monkeypatch.setattr(ours.targets, "detect", lambda device=CPU: target)
+    monkeypatch.setattr(targets, "detect", lambda device=CPU: target)
     prompts = dense(128, 2, 2, [220] * 70, [220] * 70)
     batch = inputs.build(prompts, 1, CPU).batch
     planner = Planner(prompts.spec, target, Workspace(CPU))
