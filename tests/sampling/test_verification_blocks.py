@@ -107,7 +107,7 @@ def test_programs_of_several_blocks(chunks: int, device: torch.device, monkeypat
     monkeypatch.setattr(host, "sum_of_blocks", Recorded("sum_of_blocks", found))
     step = random_step(6, Known.LOGITS, VOCAB, device, draft_vocab=1100, filters=())
     # The grid would have 240 programs.
-    monkeypatch.setattr(host, "PROGRAMS_OF_SM", 240 / SMS / chunks if device.type == "cpu" else host.PROGRAMS_OF_SM)
+    monkeypatch.setattr(host, "PROGRAMS_OF_SM", 240 // (SMS * chunks) if device.type == "cpu" else host.PROGRAMS_OF_SM)
     assert difference(step, device) == []
     if device.type == "cpu":
         assert found["sum_of_blocks"] == [(40, -(-3 // chunks), 2)]
