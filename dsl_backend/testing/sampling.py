@@ -318,7 +318,7 @@ CASES: tuple[SamplingCase, ...] = (
 # Rows of which a block has fewer lanes with a logit than top-k keeps, so that their maxima bound nothing.
 FEW_GROUPS = (
     *4 * (row(t=30, k=20), row(t=30, k=17, p=0.7)),
-    *2 * (row(t=30, k=30, m=0.3), row("ties", t=30, k=18, p=0.8)),
+    *2 * (row(t=30, k=40), row(t=30, k=34, p=0.8), row(t=30, k=30, m=0.3), row("ties", t=30, k=18, p=0.8)),
     *(row(name, t=30, k=19) for name in ("equal", "zeros", "nan", "masked", "inf", "huge", "tiny", "sorted", "steep")),
     *(row("peaked", t=30, k=20), row("few", t=30, k=20), row(t=0, k=20), row(t=30, k=59)),
 )
