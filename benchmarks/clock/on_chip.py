@@ -5,8 +5,8 @@ The rows are those of measured.ON_HOPPER. Each is compiled and timed in a proces
 costs no other. Compilers run side by side, and timings one by one. Launches are replayed in a CUDA graph over operands
 that L2 does not hold. The lines go to docs/data/hopper-peers.jsonl, which the clock is compared with.
 
-`--mutants` times this package's kernels with changes that make them slower (mutants.py), beside the clock's times of
-the same launches.
+`--mutants` times this package's kernels with changes that make them slower (kernels/mutants.py), beside the clock's
+times of the same launches.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CHIPS = ("H100", "H200")
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "quack-kernels")
 LEAST_SAMPLES = 5
 IN_A_ROW = 20  # launches of a mutant on the clock, of which the second half counts
-MUTANT = "mutant"  # the operator of the rows of mutants.py
+MUTANT = "mutant"  # the operator of the rows of kernels/mutants.py
 NOTHING = torch.empty(0)
 
 
@@ -76,7 +76,7 @@ def maker(operator: str) -> Callable[[str], Run]:
     """What prepares an operator's rows."""
     if operator != MUTANT:
         return RUNS[operator]
-    from .mutants import run_of  # compiles with CuTe DSL, which rows of others need not
+    from .kernels.mutants import run_of  # compiles with CuTe DSL, which rows of others need not
 
     return run_of
 
@@ -166,8 +166,8 @@ def every(rows: list[tuple[str, str]], options: argparse.Namespace) -> Iterator[
 
 
 def mutants(rows: Sequence[str], options: argparse.Namespace) -> Iterator[str]:
-    """Lines of JSON: rows of mutants.py on this GPU and by its clock, then each mutant beside its usual kernel."""
-    from .mutants import MUTANTS
+    """Lines of JSON: rows of mutants on this GPU and by its clock, then each mutant beside its usual kernel."""
+    from .kernels.mutants import MUTANTS
 
     about = environment()
     yield json.dumps(about)
@@ -198,7 +198,7 @@ def ratio(us: Mapping[str, float], row: str, usual: str) -> float | None:
 def rows_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """The rows that are asked for, by operator and name."""
     if options.mutants:
-        from . import mutants as of_mutants
+        from .kernels import mutants as of_mutants
 
         every_row = [(MUTANT, row) for row in of_mutants.RUNS]
     else:

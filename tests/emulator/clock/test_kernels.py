@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 from cutlass.cute.nvgpu import warpgroup
 
 import emulator
-from benchmarks.clock import mutants
+from benchmarks.clock.kernels import mutants
 from emulator.clock.machine import ClockMachine
 
 

@@ -36,7 +36,7 @@ from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import Case
 
-from .peers import Run, given
+from ..peers import Run, given
 
 ARCH, SMS = "sm_90a", 132
 GOOD = GemmConfig(tile_m=128, box_n=64, stages=4)
