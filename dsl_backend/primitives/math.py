@@ -146,7 +146,11 @@ def fmax3_tree(values: Sequence, nan: bool) -> cutlass.Float32:
 
 @dsl_user_op
 def max_f16x2(a: cutlass.Uint32, b: cutlass.Uint32, kind: str, *, loc=None, ip=None) -> cutlass.Uint32:
-    """Element-wise maximum of two packed 16-bit pairs; NaN is ignored. `kind`: bf16x2 or f16x2."""
+    """Element-wise maximum of two packed 16-bit pairs; NaN is ignored.
+
+    Args:
+        kind: bf16x2 or f16x2. With `xorsign.abs.` in front: of their magnitudes, with the product of their signs.
+    """
     return cute.arch.inline_ptx(
         f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[cutlass.Uint32],

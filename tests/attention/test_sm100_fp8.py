@@ -169,6 +169,7 @@ def test_what_it_does_not_serve(facts: dict[str, Any], reason: str) -> None:
         ({"direct_output": False}, "direct outputs"),
         ({"shared_s": True}, "go without two-CTA MMAs"),
         ({"softmax_warpgroups": 1}, "late_p_keys must be 0"),
+        ({"copied_q_bytes": 2048}, "2048 bytes for copied rows of Q: [0-9]+ are needed"),
     ],
 )
 def test_configs_that_do_not_fit(change: dict[str, Any], reason: str) -> None:

@@ -49,20 +49,42 @@ WIDE = replace(CASE, q_lens=(130, 3), kv_lens=(200, 90), dim=160, window=(None, 
 WIDE_CONFIG = replace(CONFIG, softmax_warpgroups=1, late_p_keys=0)
 
 MISTAKES = {
-    query_warps.QueryWarps: (
-        ("no fence behind Q", '            cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
+    query_warps.DenseQueryWarps: (
+        (
+            "no fence behind Q",
+            """        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+""",
+            "        cute.arch.sync_warp()\n",
+        ),
         (
             "Q is written before the products of the work tile before are done",
-            "cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(work_tiles, self.stages) ^ 1)",
+            "cute.arch.mbarrier_wait(self.barriers.q_empty + stage, phase_of(count, self.stages) ^ 1)",
             "pass",
         ),
     ),
+    query_warps.CopiedQueries: (
+        ("rows are read before they are there", "wait_group(self.batches - 1)", "wait_group(self.batches)"),
+        (
+            "rows overwrite others that were not read",
+            "self.copy_batch(work, batch + self.batches, slot)",
+            "self.copy_batch(work, batch + self.batches, stage_of(slot + 1, self.batches))",
+        ),
+        ("rows of a thread in one place", "(i * self.vectors + vector) * self.threads", "vector * self.threads"),
+        ("the last copied row is left out", "exists = row < work.num_rows", "exists = row < work.num_rows - 1"),
+    ),
     fp8_queries.Queries: (
         ("the last row is left out", "if row < work.num_rows:", "if row < work.num_rows - 1:"),
-        ("half of the rows", "range(0, self.rows, self.rows_at_once", "range(0, self.rows // 2, self.rows_at_once"),
+        (
+            "rows of a thread overwrite one another",
+            "self.load_row(work, row, lane, values[None, None, i])",
+            "self.load_row(work, row, lane, values[None, None, 0])",
+        ),
+        ("one half of each pair", "fmax(*halves_of(pair, self.dtype))", "fmax(*halves_of(pair, self.dtype)[:1] * 2)"),
         ("rows share a scale", "sScale[row] = row_max * (1.0 / LARGEST)", "sScale[row] = cutlass.Float32(0.01)"),
     ),
     fp8_softmax.Fp8SoftmaxWarps: (
+        ("no fence behind the first Q", '            cute.arch.fence_proxy("async.shared", space="cta")\n', ""),
         (
             "scales are read before they are written",
             "        cute.arch.mbarrier_wait(self.barriers.q_scale_full + stage, phase_of(count, stages))\n",

@@ -11,11 +11,32 @@ from dsl_backend.attention.cute.mla_configs import ROWS
 from dsl_backend.attention.cute.rows import QUAD
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, q_head_of
 from dsl_backend.primitives.copy import load_vector
-from dsl_backend.primitives.math import f32_to_e4m3
+from dsl_backend.primitives.math import f32_to_e4m3, max_f16x2, tree_reduce
 
 LARGEST = 448.0  # of e4m3
 LEAST_MAXIMUM = 2.0**-100  # of a row of Q: its scale and the scale's inverse are finite
+MAGNITUDES = 0x7FFF7FFF  # of two elements of 16 bits: without their signs
 VECTOR = 8  # elements of Q that a thread loads at once: 16 bytes
+
+
+def pair_kind(dtype: Any) -> str:
+    """How instructions name two elements in a word."""
+    return "bf16x2" if dtype is cutlass.BFloat16 else "f16x2"
+
+
+def largest_pair(values: cute.Tensor) -> cutlass.Uint32:
+    """Two of the magnitudes of values of 16 bits, one of which is the largest. NaN is ignored, if not all are NaN."""
+    flat = cute.make_tensor(values.iterator, cute.make_layout(cute.size(values)))
+    words, kind = cute.recast_tensor(flat, cutlass.Uint32), pair_kind(values.element_type)
+    every = [words[i] for i in range(cute.size(words))]
+    return tree_reduce(every, lambda a, b: max_f16x2(a, b, f"xorsign.abs.{kind}")) & MAGNITUDES
+
+
+def halves_of(pair: cutlass.Uint32, dtype: Any) -> tuple[cutlass.Float32, cutlass.Float32]:
+    """The two elements of a word."""
+    elements = cute.make_rmem_tensor(2, dtype)
+    cute.recast_tensor(elements, cutlass.Uint32)[0] = pair
+    return elements[0].to(cutlass.Float32), elements[1].to(cutlass.Float32)
 
 
 class Queries:
@@ -85,20 +106,36 @@ class Queries:
         sScale: cute.Tensor,
     ):
         """Quantize and store a thread's part of a row; values: (VECTOR, vectors)."""
-        row_max = cutlass.Float32(LEAST_MAXIMUM)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            value = values[i].to(cutlass.Float32)
-            row_max = cute.arch.fmax(row_max, cute.arch.fmax(value, -value))
-        for bit in cutlass.range_constexpr(self.lanes.bit_length() - 1):
-            row_max = cute.arch.fmax(row_max, cute.arch.shuffle_sync_bfly(row_max, 1 << bit))
+        self.store_scaled(row, lane, self.row_max(largest_pair(values)), values, sQ_bytes, sScale)
+
+    @cute.jit
+    def store_scaled(
+        self,
+        row: cutlass.Int32,
+        lane: cutlass.Int32,
+        row_max: cutlass.Float32,
+        values: cute.Tensor,
+        sQ_bytes: cute.Tensor,
+        sScale: cute.Tensor,
+    ):
         inverse, words = LARGEST / row_max, cute.make_rmem_tensor(2, cutlass.Int32)
         for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
             for half in cutlass.range_constexpr(2):
-                scaled = [values[half * 4 + j, i].to(cutlass.Float32) * inverse for j in range(4)]
-                words[half] = f32_to_e4m3(*scaled)
+                four = [values[half * 4 + j, i].to(cutlass.Float32) for j in range(4)]
+                words[half] = f32_to_e4m3(*self.products(four, inverse))
             self.store_vector(row, lane + self.lanes * i, cute.recast_tensor(words, cutlass.Uint8), sQ_bytes)
         if lane == 0:
             sScale[row] = row_max * (1.0 / LARGEST)
+
+    def row_max(self, pair: cutlass.Uint32) -> cutlass.Float32:
+        """The largest magnitude of a row, and at least LEAST_MAXIMUM; `pair`: of `largest_pair` of the lane's part."""
+        kind = pair_kind(self.dtype)
+        for bit in range(self.lanes.bit_length() - 1):
+            pair = max_f16x2(pair, cute.arch.shuffle_sync_bfly(pair, 1 << bit), kind)
+        return cute.arch.fmax(cutlass.Float32(LEAST_MAXIMUM), cute.arch.fmax(*halves_of(pair, self.dtype)))
+
+    def products(self, values: list[cutlass.Float32], factor: cutlass.Float32) -> list[cutlass.Float32]:
+        return [value * factor for value in values]
 
     def store_vector(self, row: cutlass.Int32, index: cutlass.Int32, values: cute.Tensor, sQ_bytes: cute.Tensor):
         target = cute.local_tile(sQ_bytes, (1, VECTOR), (row, index))

@@ -152,12 +152,14 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
 
 
 def fp8_mbar_arrays(config: Fp8DenseConfig) -> dict[str, MbarArray]:
-    """The arrays of the kernel with e4m3 products: a warpgroup fills Q, in place of TMA."""
-    arrays = mbar_arrays(config)
+    """The arrays of the kernel with e4m3 products: warps fill Q, in place of TMA. That for one work tile has as many
+    arrivals as softmax warps, which fill Q of the first one.
+    """
+    arrays, softmax_warps = mbar_arrays(config), config.softmax_warpgroups * WARPS_PER_WARPGROUP
     work_empty = arrays["work_empty"]
     return arrays | {
-        "q_full": MbarArray(config.query_stages, QUERY_WARPS),
-        "q_scale_full": MbarArray(config.scale_stages, QUERY_WARPS),
+        "q_full": MbarArray(config.query_stages, softmax_warps),
+        "q_scale_full": MbarArray(config.scale_stages, softmax_warps),
         "work_empty": work_empty._replace(arrivals=work_empty.arrivals + QUERY_WARPS),
     }
 

@@ -75,6 +75,7 @@ class SoftmaxWarps:
 
     @cute.jit
     def run(self):
+        self.begin()
         work_idx, s_idx, split_idx = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         work = self.work_pipeline.consume(work_idx)
         valid = work.valid
@@ -88,6 +89,9 @@ class SoftmaxWarps:
             work_idx += 1
             work = self.work_pipeline.consume(work_idx)
             valid = work.valid
+
+    def begin(self) -> None:
+        """Begin, before the first work tile."""
 
     @cute.jit
     def softmax_if_active(self, work: WorkTile, s_idx: cutlass.Int32, count: cutlass.Int32):

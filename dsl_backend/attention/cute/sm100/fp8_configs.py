@@ -28,11 +28,26 @@ from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.quant.format import E4M3
 
 QUERY_WARP = DEQUANT_WARP  # the first of the warpgroup that quantizes Q, where others have one that dequantizes K and V
-# 640 threads start with 96 each. Fewest bytes spilled (ptxas 13.0).
-FP8_REGISTERS = Registers(softmax=160, correction=56, other=48, dequant=56)
+QUERY_LANES = 8  # threads of this warpgroup that share a row
+QUERY_VECTOR = 8  # elements of Q that a thread loads at once: 16 bytes
+# 640 threads start with 96 each. Nothing spills with heads of up to 128 (ptxas 13.0).
+FP8_REGISTERS = Registers(softmax=168, correction=48, other=40, dequant=56)
+# The same with S stages that alternate, which emulate no exponentials. Fewest bytes spilled.
+ALTERNATING_FP8_REGISTERS = Registers(softmax=160, correction=56, other=48, dequant=56)
 # The same with one softmax warpgroup, in place of whose peer four warps are idle.
 ONE_FP8_SOFTMAX_WARPGROUP_REGISTERS = Registers(softmax=200, correction=88, other=48, dequant=96)
 MOST_DIM = 256
+
+
+def query_lanes(dims: int) -> int:
+    """Threads that share a row of Q: where its elements do not suffice for QUERY_LANES, half as many."""
+    return QUERY_LANES if dims % (QUERY_LANES * QUERY_VECTOR) == 0 else QUERY_LANES // 2
+
+
+def query_batch(dims: int) -> tuple[int, int]:
+    """Rows of Q that a thread quantizes side by side, and the bytes of these rows of all threads in 16 bits."""
+    ahead = 2 if dims <= 128 and query_lanes(dims) == QUERY_LANES else 1
+    return ahead, ahead * WARPGROUP // query_lanes(dims) * dims * 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +57,7 @@ class Fp8DenseConfig(DenseConfig):
     Attributes:
         p_offset: P is 2^p_offset where a score is the row's maximum, so that small P are normal numbers of e4m3. What
             is left below 448 is how far a score may exceed row_max before O is rescaled.
+        copied_q_bytes: of shared memory, for rows of Q in 16 bits on their way to the warps that quantize them.
         rounded_sums: row sums are those of the rounded P, in float16 up to the last additions. Else they are P's in
             float32: conversions back to float16 would be the longest of all work, by public rates.
     """
@@ -50,6 +66,7 @@ class Fp8DenseConfig(DenseConfig):
     direct_output: bool = True
     rescale_threshold: float = MAX_P_EXPONENT - 8.0
     p_offset: float = 8.0
+    copied_q_bytes: int = 16 << 10
     rounded_sums: bool = False
 
     @property
@@ -63,7 +80,9 @@ class Fp8DenseConfig(DenseConfig):
 
     @property
     def registers(self) -> Registers:
-        return FP8_REGISTERS if self.softmax_warpgroups > 1 else ONE_FP8_SOFTMAX_WARPGROUP_REGISTERS
+        if self.softmax_warpgroups == 1:
+            return ONE_FP8_SOFTMAX_WARPGROUP_REGISTERS
+        return ALTERNATING_FP8_REGISTERS if self.alternate else FP8_REGISTERS
 
     @property
     def scale_stages(self) -> int:
@@ -76,10 +95,14 @@ class Fp8DenseConfig(DenseConfig):
         pipelines = self.query_stages + 2 * self.stages
         others = self.scale_stages + (3 + (self.late_p_keys > 0)) * self.s_stages + self.stats_stages + 1
         statistics = 4 * MMA_M * 2 * self.stats_stages + 4 * self.tile_m * self.scale_stages
+        tiles += 0 if spec.is_fp8_q else self.copied_q_bytes
         return tiles + MBARRIER_BYTES * (2 * pipelines + others) + statistics + WORK_TILE_SMEM_BYTES
 
     def objections(self, spec: AttentionSpec, smem_bytes: int) -> list[str]:
         reasons = unserved(spec) + p_offset_objections(self.p_offset)
+        _, batch_bytes = query_batch(padded(spec.head_dim))
+        if not spec.is_fp8_q and self.copied_q_bytes < batch_bytes:
+            reasons.append(f"{self.copied_q_bytes} bytes for copied rows of Q: {batch_bytes} are needed")
         return reasons or super().objections(spec, smem_bytes) + self.own_objections()
 
     def dequant_objections(self, spec: AttentionSpec) -> list[str]:
@@ -148,12 +171,12 @@ def default_fp8_config(spec: AttentionSpec) -> Fp8DenseConfig:
     widest = max(spec.head_dim, spec.head_dim_v)
     if widest > 192:
         # Two stages of Q, 128 KB, leave no room for two of K and V beside the statistics.
-        return Fp8DenseConfig(stages=3, query_stages=1, late_p_keys=32, ex2_emulation=0)
+        return Fp8DenseConfig(stages=3, query_stages=1, late_p_keys=32, ex2_emulation=0, copied_q_bytes=8 << 10)
     if widest <= 64:
         return Fp8DenseConfig(stages=6, late_p_keys=32, ex2_emulation=2)
-    # With emulated exponentials 32 bytes spill, unless Q arrives in e4m3.
-    ex2_emulation = 2 if widest <= 128 and spec.is_fp8_q else 0
-    return Fp8DenseConfig(stages=4 if widest <= 128 else 2, late_p_keys=32, ex2_emulation=ex2_emulation)
+    if widest <= 128:
+        return Fp8DenseConfig(stages=4, late_p_keys=32, ex2_emulation=2)
+    return Fp8DenseConfig(stages=2, late_p_keys=32, ex2_emulation=0)
 
 
 def many_rows_config(spec: AttentionSpec) -> Fp8DenseConfig | None:
@@ -173,9 +196,10 @@ def packed_config(spec: AttentionSpec) -> Fp8DenseConfig:
         # S stages that alternate have an O each.
         return replace(wide_value_config(spec), ex2_emulation=0)
     if widest > 192:
-        return Fp8DenseConfig(alternate=True, tile_n=64, stages=6, ex2_emulation=0)
+        return Fp8DenseConfig(alternate=True, tile_n=64, stages=6, ex2_emulation=0, copied_q_bytes=8 << 10)
     tile_n, stages = (128, 8) if widest <= 64 else (96, 7) if widest <= 128 else (64, 8)
-    return Fp8DenseConfig(alternate=True, tile_n=tile_n, stages=stages, ex2_emulation=0)
+    copied_q_bytes = 16 << 10 if widest <= 128 else 12 << 10
+    return Fp8DenseConfig(alternate=True, tile_n=tile_n, stages=stages, ex2_emulation=0, copied_q_bytes=copied_q_bytes)
 
 
 def fp8_variants(spec: AttentionSpec, smem_bytes: int) -> Iterator[Fp8DenseConfig]:

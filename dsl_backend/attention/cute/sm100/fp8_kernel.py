@@ -3,7 +3,8 @@
 
 As dense_kernel.py, but K and V are multiplied as they are stored: the tensor cores read V column by column
 (`kind::f8f6f4`), so that nothing is transposed. P is rounded to e4m3. Q arrives in 16 bits: a warpgroup, in place of
-that which dequantizes keys, loads it and quantizes it, work tiles ahead. Q that arrives in e4m3 is loaded by TMA.
+that which dequantizes keys, loads it and quantizes it, work tiles ahead; of a CTA's first work tile the softmax warps
+do. Q that arrives in e4m3 is loaded by TMA.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from cutlass import cute
 
 from dsl_backend.attention.cute.args import DenseKeyLoads, DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import wait_for_previous
-from dsl_backend.attention.cute.fp8_queries import Queries
 from dsl_backend.attention.cute.fp8_smem import Fp8Tiles, fp8_tensors
 from dsl_backend.attention.cute.loader.dense import KeyLoads
 from dsl_backend.attention.cute.mbarriers import WARPS_PER_WARPGROUP, allocate_mbarriers, init_mbarriers
@@ -36,7 +36,13 @@ from dsl_backend.attention.cute.sm100.dense_configs import (
 from dsl_backend.attention.cute.sm100.dense_correction import CorrectionWarps
 from dsl_backend.attention.cute.sm100.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp, MmaWarp
-from dsl_backend.attention.cute.sm100.fp8_configs import QUERY_WARP, Fp8DenseConfig
+from dsl_backend.attention.cute.sm100.fp8_configs import (
+    QUERY_VECTOR,
+    QUERY_WARP,
+    Fp8DenseConfig,
+    query_batch,
+    query_lanes,
+)
 from dsl_backend.attention.cute.sm100.fp8_softmax import (
     Fp8SoftmaxWarps,
     QuantizedQuerySoftmaxWarps,
@@ -44,13 +50,16 @@ from dsl_backend.attention.cute.sm100.fp8_softmax import (
     TwoSQuantizedQuerySoftmaxWarps,
 )
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
-from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
+from dsl_backend.attention.cute.sm100.query_warps import CopiedQueries, DenseQueryWarps, PairedQueries
 from dsl_backend.attention.cute.sm100.two_s import TwoSCorrectionWarps, TwoSMmaWarp
-from dsl_backend.attention.cute.tiles import VECTOR
 from dsl_backend.primitives.ring import stage_of
 
-QUERY_LANES = 8  # threads of a row of Q, where its elements suffice for them; else half as many
-QUERY_VECTORS = 4  # of Q that a thread loads ahead; with eight, 184 bytes spill (ptxas 13.0)
+FIRST_VECTORS = 16  # of Q that a softmax thread loads ahead
+
+
+def power_of_two(number: int) -> int:
+    """The largest one up to a number."""
+    return 1 << number.bit_length() - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +141,19 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         """`DenseKeyLoads`, or `DenseLoads` of quantised queries."""
         return super().loads(tensors) if self.key.fp8_q else self.key_loads(tensors)
 
+    def queries_of_softmax_warps(self, mQ: cute.Tensor) -> PairedQueries:
+        """Q of a work tile, by all softmax warps: these are the first of a CTA."""
+        threads, lanes = self.config.softmax_warpgroups * WARPGROUP, query_lanes(self.dims)
+        most = min(FIRST_VECTORS // (self.dims // QUERY_VECTOR // lanes), self.tile_m * lanes // threads)
+        return PairedQueries(self, mQ, self.tile_m, cute.arch.thread_idx()[0], threads, lanes, power_of_two(most))
+
+    def copied_queries(self, mQ: cute.Tensor, place: cute.Pointer) -> CopiedQueries:
+        """Q of a work tile, by the warpgroup that quantizes it."""
+        thread, (ahead, batch_bytes) = cute.arch.thread_idx()[0] % WARPGROUP, query_batch(self.dims)
+        batches = min(self.config.copied_q_bytes, self.tile_m * self.dims * 2) // batch_bytes
+        args = self, mQ, self.tile_m, thread, WARPGROUP, query_lanes(self.dims), ahead
+        return CopiedQueries(*args, place=place, batches=batches)
+
     @cute.kernel
     def kernel(
         self,
@@ -154,6 +176,7 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         if cutlass.const_expr(not self.key.fp8_q):
             scales = cute.make_layout((self.tile_m, config.scale_stages))
             sQScale = allocator.allocate_tensor(cutlass.Float32, scales, byte_alignment=16)
+            copied_q = allocator.allocate(config.copied_q_bytes, byte_alignment=16)
         tmem_holding_buf = allocator.allocate_array(cutlass.Int32, 1)
         arrays = mbar_arrays(config) if self.key.fp8_q else fp8_mbar_arrays(config)
         barriers = Barriers(**allocate_mbarriers(allocator, arrays))
@@ -173,8 +196,10 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
             cute.arch.setmaxregister_increase(self.registers.softmax)
             # As in DenseForward: the younger warpgroup has S stage 0.
             s_stage = config.softmax_warpgroups - 1 - warp // WARPS_PER_WARPGROUP
+            queries = None if self.key.fp8_q else self.queries_of_softmax_warps(loads.mQ)
             self.softmax_warps(
-                sQScale, self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage
+                *(queries, sQ_bytes, sQScale),
+                *(self, work_pipeline, barriers, tmem_ptr, sStats, requests, scoring, s_stage),
             ).run()
         elif warp >= CORRECTION_WARP and warp < CORRECTION_WARP + WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.registers.correction)
@@ -183,11 +208,8 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         elif warp >= QUERY_WARP:
             if cutlass.const_expr(not self.key.fp8_q):
                 cute.arch.setmaxregister_decrease(self.registers.dequant)
-                thread = cute.arch.thread_idx()[0] % WARPGROUP
-                lanes = QUERY_LANES if self.dims % (QUERY_LANES * VECTOR) == 0 else QUERY_LANES // 2
-                ahead = max(1, QUERY_VECTORS // (self.dims // VECTOR // lanes))
-                queries = Queries(self, loads.mQ, self.tile_m, thread, WARPGROUP, lanes, ahead)
-                QueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale).run()
+                queries = self.copied_queries(loads.mQ, copied_q)
+                DenseQueryWarps(queries, work_pipeline, barriers, sQ_bytes, sQScale, config.softmax_warpgroups).run()
         else:
             cute.arch.setmaxregister_decrease(self.registers.other)
             if warp == MMA_WARP:

@@ -7,7 +7,9 @@ from typing import Any
 import cutlass
 from cutlass import cute
 
+from dsl_backend.attention.cute.fp8_queries import Queries
 from dsl_backend.attention.cute.fp8_softmax import sum_of_e4m3
+from dsl_backend.attention.cute.mbarriers import arrive_warp
 from dsl_backend.attention.cute.sm100.dense_configs import P_COLUMNS
 from dsl_backend.attention.cute.sm100.dense_softmax import SoftmaxWarps, hold_order, p_stored
 from dsl_backend.attention.cute.sm100.idle_warps import arrive
@@ -22,13 +24,27 @@ E4M3_OF_WORD = 4
 class Fp8SoftmaxWarps(SoftmaxWarps):
     """As SoftmaxWarps; S is of a quantized Q, and P is e4m3, 2^p_offset at row_max.
 
+    They quantize Q of a CTA's first work tile: until then there is nothing else for them to do.
+
     Args:
-        sQScale: (row, stage), of the quantized Q.
+        queries: of a work tile, by all softmax warps.
+        sQ_bytes: (row, column, stage). sQScale: (row, stage), of the quantized Q.
     """
 
-    def __init__(self, sQScale: cute.Tensor | None, *args: Any) -> None:
+    def __init__(self, queries: Queries | None, sQ_bytes: cute.Tensor, sQScale: cute.Tensor | None, *args: Any) -> None:
         super().__init__(*args)
+        self.queries, self.sQ_bytes = queries, sQ_bytes
         self.sQScale, self.q_scale = sQScale, cute.make_rmem_tensor(1, cutlass.Float32)
+
+    @cute.jit
+    def begin(self):
+        """Quantize Q of the first work tile."""
+        work = self.work_pipeline.read(cutlass.Int32(0))
+        if work.valid != 0:
+            self.queries.quantize(work, self.sQ_bytes[None, None, 0], self.sQScale[None, 0])
+            cute.arch.fence_proxy("async.shared", space="cta")
+            arrive_warp(self.barriers.q_full)
+            arrive_warp(self.barriers.q_scale_full)
 
     @cute.jit
     def begin_q(self, count: cutlass.Int32):
@@ -97,6 +113,9 @@ class TwoSFp8SoftmaxWarps(Fp8SoftmaxWarps, TwoSSoftmaxWarps):
 
 class QuantizedQuerySoftmaxWarps(Fp8SoftmaxWarps):
     """As Fp8SoftmaxWarps, of queries that arrive in e4m3. Their scale is a factor of the softmax scale."""
+
+    def begin(self) -> None:
+        """Nothing: TMA loads all queries."""
 
     def begin_q(self, count: cutlass.Int32) -> None:
         """Nothing: rows have no scales of their own."""
