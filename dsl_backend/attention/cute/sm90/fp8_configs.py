@@ -179,8 +179,8 @@ def default_fp8_config(spec: AttentionSpec) -> Fp8Config:
     if spec.head_dim <= 128 and spec.head_dim_v <= 128:
         # Against tiles of 192 keys: 6 % faster for prompts of 1k, 3 % slower for 4k, 8 % for 16k (H200).
         return in_turn(2, 128, stages=3)
-    # By the emulator's clock 0.62 of the time of tiles of 32 keys whose softmax overlaps, with which (192, 128) took 1.27
-    # times FlashAttention-3's time on an H200. Longer tiles are as fast. Not measured on a GPU.
+    # By the emulator's clock 0.62 of the time of tiles of 32 keys whose softmax overlaps, with which (192, 128) took
+    # 1.27 times FlashAttention-3's time on an H200. Tiles of 160 keys are as fast. Not measured on a GPU.
     return in_turn(2, 128, stages=2)
 
 
