@@ -15,6 +15,7 @@ from dsl_backend.attention.cute.sm100.fp8_configs import (
     default_fp8_config,
     fp8_variants,
     has_wide_values,
+    query_batch,
 )
 from dsl_backend.attention.plan import Planner
 from dsl_backend.errors import Unsupported
@@ -32,6 +33,7 @@ CASES = test_sm90_fp8.CASES
 def config_of(case: Case, index: int) -> Fp8DenseConfig:
     """Small tiles, so that rings go around."""
     tile_n = (64, 96, 32)[index % 3]
+    _, batch_bytes = query_batch(case.spec.head_dim)
     return Fp8DenseConfig(
         softmax_warpgroups=1 if has_wide_values(case.spec) else 2,
         tile_n=tile_n,
@@ -40,6 +42,7 @@ def config_of(case: Case, index: int) -> Fp8DenseConfig:
         late_p_keys=32 * (tile_n > 32 and index % 2 == 0 and not has_wide_values(case.spec)),
         ex2_emulation=2 * (index // 2 % 2),
         rounded_sums=index % 4 != 3,
+        copied_q_bytes=batch_bytes * (2 if case.spec.head_dim <= 128 else 1),
     )
 
 
