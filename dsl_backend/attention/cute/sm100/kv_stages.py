@@ -181,11 +181,13 @@ class SeparateKVLoadWarp(Sm100LoadWarp):
         cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
         self.fill_keys(work, last, pages, stage)
         kv_idx_of_tile_0 = tiles + last
+        # Keys end in a work tile's first tile, which is the last one of the request.
+        pages_next = self.full_tile_pages_of(work, cutlass.max(last - 1, work.n_block_min))
         for kv_idx in cutlass.range(tiles + 1, tiles + work.n_block_max - work.n_block_min, unroll=1):
             tile = kv_idx_of_tile_0 - kv_idx
             pages_before, stage_before, phase_before = pages, stage, phase
-            # Keys end in a work tile's first tile, which is the last one of the request.
-            pages = self.full_tile_pages_of(work, tile)
+            # A page table's entries are asked for a tile ahead: they take longer than a tile's MMAs to come.
+            pages, pages_next = pages_next, self.full_tile_pages_of(work, cutlass.max(tile - 1, work.n_block_min))
             stage, phase = self.stage_and_phase(kv_idx)
             cute.arch.mbarrier_wait(self.barriers.k_empty + stage, phase)
             self.fill_keys(work, tile, pages, stage)
