@@ -228,10 +228,13 @@ def test_what_failed_is_known_before_a_step_ends(tmp_path: Path, workers: str) -
     )
     words = ("-m", "pytest", "-q", "-n", workers, "-p", "benchmarks.campaign.failures", "-p", "no:cacheprovider")
     log = tmp_path / "log"
+    # This process may be a worker itself.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [sys.executable, *words, str(tmp_path / "test_it.py")],
             cwd=execution.ROOT,
+            env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

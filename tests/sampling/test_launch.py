@@ -154,7 +154,8 @@ def test_log_probabilities_of_rows(arch: str) -> None:
         assert isinstance(kernel, host.CuteSampler)
         assert kernel.processed is not None
         # Triton's interpreter has no dependent launches.
-        kernel.processed.logprobs.overlap = False
+        sums = kernel.processed.logprobs
+        sums.options["OVERLAP"], sums.later = False, sums.options
         kernel.launch(x, parameters, out)
         assert emulated.launches == 1
     tokens, logprobs = reference.sample(x, parameters)

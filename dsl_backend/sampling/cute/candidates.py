@@ -27,12 +27,16 @@ NEAREST = (127 - BUCKETS // 16) << (23 - DISTANCE_SHIFT)
 
 
 class CandidateSampler:
-    """Collects a row's candidates in the cluster's first CTA, which applies the filters and draws."""
+    """Collects a row's candidates in the cluster's first CTA, which applies the filters and draws.
 
-    def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader):
+    Args:
+        narrows: whether the list may lose what top-k does not keep; not where the likeliest tokens are written from it.
+    """
+
+    def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, *, narrows: bool):
         self.threads, self.warps = config.threads, config.warps
         self.groups, self.max_candidates = config.groups, config.max_candidates
-        self.cluster, self.reader = cluster, reader
+        self.cluster, self.reader, self.narrows = cluster, reader, narrows
 
     @cute.jit
     def collect(self, smem: SharedStorage, row: Row, thread_max, lowest_group_max):
@@ -140,8 +144,9 @@ class CandidateSampler:
         self.cluster.wait_for_peer_reads()
         if self.cluster.rank() == 0:
             fewer = cutlass.Int32(count)
-            if self.is_bounded_by_top_k(row) and fewer >= row.top_k + self.threads // LANES_PER_CANDIDATE:
-                fewer = self.narrow(smem, row, fewer)
+            if cutlass.const_expr(self.narrows):
+                if self.is_bounded_by_top_k(row) and fewer >= row.top_k + self.threads // LANES_PER_CANDIDATE:
+                    fewer = self.narrow(smem, row, fewer)
             self.filter_and_draw(smem, row, fewer)
 
     @cute.jit

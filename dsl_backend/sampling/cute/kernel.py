@@ -80,7 +80,7 @@ class Sample:
         self.reader = RowReader(config, self.cluster, NUMERIC[key.dtype], exp_sums=mode is LogprobsMode.RAW_LOGPROBS)
         self.radix = RadixSelect(config, self.cluster, self.reader)
         self.row_max = RowMax(config, self.cluster, self.reader)
-        self.candidates = CandidateSampler(config, self.cluster, self.reader)
+        self.candidates = CandidateSampler(config, self.cluster, self.reader, narrows=mode is None)
         self.full_row = FullRowSampler(config, self.cluster, self.reader, self.radix)
         self.likeliest = Likeliest(config, self.cluster, self.reader, self.candidates, self.full_row, self.radix, mode)
         self.finish = Finish(key) if config.finish_cluster else None
