@@ -97,8 +97,7 @@ def draft_rows(parameters, drafts, request, step, max_drafts, V):
     has_draft = (row + 1 < tl.load(drafts.cu_rows + request + 1)) & (step < max_drafts)
     draft = tl.load(drafts.inputs + row + 1, mask=has_draft, other=NO_TOKEN).to(tl.int64)
     tested = (draft >= 0) & (draft < V)
-    if parameters.temperature is not None:
-        tested &= tl.load(parameters.temperature + row, mask=has_draft, other=0.0) >= GREEDY_TEMPERATURE
+    tested &= tl.load(parameters.temperature + row, mask=has_draft, other=0.0) >= GREEDY_TEMPERATURE
     return row, draft, tested
 
 
@@ -111,10 +110,7 @@ def draft_values(stride, drafts, row, tested):
 @triton.jit
 def exponent_scale_of(parameters, row):
     """Of one row, a scalar."""
-    temperature = 1.0
-    if parameters.temperature is not None:
-        temperature = tl.load(parameters.temperature + row)
-    return tl.max(scale_of(temperature), 0)
+    return tl.max(scale_of(tl.load(parameters.temperature + row)), 0)
 
 
 @triton.jit
@@ -279,10 +275,7 @@ def test_ratios(
     """
     _, V, draft_V, max_rows = sizes
     row, draft, tested = rows
-    temperatures = tl.full(row.shape, 1.0, tl.float32)
-    if parameters.temperature is not None:
-        temperatures = tl.load(parameters.temperature + row, mask=tested, other=1.0)
-    exponent_scales = scale_of(temperatures)
+    exponent_scales = scale_of(tl.load(parameters.temperature + row, mask=tested, other=1.0))
     # Past the end of both rows where it is not tested.
     ids = tl.where(tested, draft, V)
     q_row = (exponent_scales, 0.0, 0)
