@@ -173,12 +173,28 @@ STEPS = (
         110,
         260,
         "what the host does in a step with one request: this package's part, and FLASH_ATTN_MLA's whole step",
+        variables=VLLMS_SAMPLER,
     ),
     # b8 and 16k-b1 take both engines 16 s, by the rates of b1 and prompt-16k on an H200.
-    engine("llama", "llama-8b", "tokens/s beside FLASH_ATTN, and the cold start", most_s=345),
-    engine("deepseek", "deepseek-v2-lite", "tokens/s beside FLASH_ATTN_MLA", most_s=345),
-    engine("qwen3-4b", "qwen3-4b", "a small model beside FLASH_ATTN", f"{ONE_TO_256},prefill", most_s=220),
-    engine("qwen3-0.6b", "qwen3-0.6b", "a smaller model beside FLASH_ATTN", f"{ONE_TO_256},prefill", most_s=220),
+    engine(
+        "llama",
+        "llama-8b",
+        "tokens/s beside FLASH_ATTN, and the cold start",
+        most_s=345,
+        variables=VLLMS_SAMPLER,
+    ),
+    engine("deepseek", "deepseek-v2-lite", "tokens/s beside FLASH_ATTN_MLA", most_s=345, variables=VLLMS_SAMPLER),
+    *(
+        engine(
+            name,
+            name,
+            f"{size} model beside FLASH_ATTN",
+            f"{ONE_TO_256},prefill",
+            most_s=220,
+            variables=VLLMS_SAMPLER,
+        )
+        for name, size in (("qwen3-4b", "a small"), ("qwen3-0.6b", "a smaller"))
+    ),
     engine(
         "drafts-ngram",
         "llama-8b",
