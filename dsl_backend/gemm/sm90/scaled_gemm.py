@@ -466,15 +466,19 @@ class ScaledGemm(Gemm):
                 k_tile = first + i
                 if k_tile < k_tiles:
                     pipeline.consumer_wait(start + k_tile)
+                    products = self.scale_products(ahead[i])
                     for turn in cutlass.range_constexpr(self.turns):
                         self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False, turn)
+                        if cutlass.const_expr(turn == 0):
+                            # Beside products, and not behind the additions: where x is gathered, the next wait has a
+                            # fence, whose MEMBAR waits for loads in flight.
+                            following = cutlass.min(k_tile + AHEAD, k_tiles - 1)
+                            ahead[i].store(self.scales_of_block(params, row, first_rows, following).load())
                         wgmma.wait_group(0)
                         fence_operand(acc)
                         if cutlass.const_expr(turn == self.turns - 1):
                             pipeline.warpgroup_release(start + k_tile, thread)
-                        self.add_scaled(acc, total, self.scale_products(ahead[i]), first_rows, turn)
-                    following = cutlass.min(k_tile + AHEAD, k_tiles - 1)
-                    ahead[i].store(self.scales_of_block(params, row, first_rows, following).load())
+                        self.add_scaled(acc, total, products, first_rows, turn)
 
     def scale_row(self, params: ScaledParams, row, i: int):
         """Which of x's scales row `i` of a thread's has: 8 below the one before it, or the next 64 rows' first."""
