@@ -10,7 +10,8 @@ import os
 import pathlib
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ MOST_FINDINGS = 8
 CURRENT_HANDLES = {0, 1, 2}
 # As they were before a candidate could replace them.
 CURRENT_STREAM, SYNCHRONIZE = torch.cuda.current_stream, torch.cuda.Stream.synchronize
+CUDA_GRAPH, CAPTURING, ADD = torch.cuda.CUDAGraph, torch.cuda.graph, torch.Tensor.add_
 
 
 class Recorder:
@@ -77,6 +79,14 @@ class Recorder:
         return host / max(host + kernel, 1)
 
 
+def captured(launch: Callable[[], object]) -> Any:
+    """A CUDA graph of what is launched."""
+    graph = CUDA_GRAPH()
+    with CAPTURING(graph):
+        launch()
+    return graph
+
+
 class Candidate:
     """A provider and the case that it is at. The methods without a leading underscore are the requests."""
 
@@ -87,6 +97,7 @@ class Candidate:
         self._device: Any = None
         self._recorder: Recorder | None = None
         self._graph: Any = None
+        self._empty_graph: Any = None
 
     def load(self, op: str, file: str) -> dict[str, Any]:
         """Imports the candidate's file."""
@@ -148,21 +159,29 @@ class Candidate:
         return {}
 
     def capture(self, layers: int) -> dict[str, Any]:
-        """Gets ready for `replay`: a CUDA graph of all layers on a GPU."""
+        """Gets ready for `replay`: CUDA graphs of all layers, and of a kernel that does nothing, on a GPU."""
         self.run(range(layers))
         self._layers = range(layers)
         if self._on_gpu:
-            assert self._launch is not None
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                for layer in self._layers:
-                    self._launch.run(layer)
+            number = torch.zeros(1, device="cuda")
+            self._empty_graph = captured(partial(ADD, number, 0))
+            self._held = number
+            self._graph = captured(self._launch_all)
         return {}
 
+    def _launch_all(self) -> None:
+        assert self._launch is not None
+        for layer in self._layers:
+            self._launch.run(layer)
+
     def replay(self, empty: bool = False) -> dict[str, Any]:
-        """Launches once on each layer. empty: do nothing, which shows what the request itself costs."""
-        if not empty and self._graph is not None:
-            self._graph.replay()
+        """Launches once on each layer. empty: a kernel that does nothing, which shows what the request itself costs.
+
+        The first request behind those of the judge also has the GPU change from its process to this one.
+        """
+        graph = self._empty_graph if empty else self._graph
+        if graph is not None:
+            graph.replay()
         elif not empty:
             return self.run(self._layers)
         self._wait()
@@ -174,7 +193,7 @@ class Candidate:
 
     def end(self) -> dict[str, Any]:
         """Leaves the case; returns what the emulator found."""
-        self._launch, self._graph = None, None
+        self._launch, self._graph, self._empty_graph = None, None, None
         device, self._device = self._device, None
         recorder, self._recorder = self._recorder, None
         # Closes the emulated device, whose checks at the exit are among the findings.

@@ -3,7 +3,8 @@
 
 A block is one launch on each layer: all layers have other data than in the block before, their outputs are poisoned
 before it and compared after it. So a block cannot be answered from an earlier one, and a clock or an event that a
-candidate replaced changes nothing. What a request costs without any launch is measured in turn and subtracted.
+candidate replaced changes nothing. What a request costs whose graph has one kernel that does nothing is measured in
+turn and subtracted.
 """
 
 import dataclasses
