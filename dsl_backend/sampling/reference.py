@@ -68,8 +68,10 @@ def multiply_high(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(temperature: torch.Tensor) -> torch.Tensor:
-    """What differences of logits are multiplied by, float32."""
-    return fixed_point.EXPONENT_SCALE / temperature.clamp(max=fixed_point.MAX_TEMPERATURE)
+    """What differences of logits are multiplied by, float32, correctly rounded."""
+    usual = temperature.clamp(max=fixed_point.MAX_TEMPERATURE)
+    # A number over a tensor is a reciprocal and a product in torch, each of them rounded.
+    return torch.full_like(usual, fixed_point.EXPONENT_SCALE) / usual
 
 
 def exponents(x: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,13 @@ def test_weights_never_grow_with_the_exponent() -> None:
     assert (reference.probs(exponent).diff() <= 0).all()
 
 
+def test_scales_are_correctly_rounded() -> None:
+    """As kernels divide. A quotient of two float32 in float64 is never rounded wrong twice (Figueroa, 1995)."""
+    temperature = torch.rand(2000, generator=torch.Generator().manual_seed(0)) * 3 + 0.01
+    exact = fixed_point.EXPONENT_SCALE / temperature.double()
+    assert torch.equal(reference.scale_of(temperature), exact.float())
+
+
 @pytest.mark.parametrize("temperature", [1e-4, 0.3, 1.0, 1.7, 1e4])
 def test_exponents_are_differences_over_the_temperature(temperature: float) -> None:
     """To 1.4e-7 for each power of two."""
