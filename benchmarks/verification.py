@@ -71,7 +71,7 @@ class Problem:
     @property
     def specs(self) -> tuple[SamplingSpec, VerificationSpec]:
         by_ratio = self.known is Known.LOGITS
-        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16)
+        drawn = SamplingSpec(vocab=self.vocab, dtype=torch.bfloat16, kept=by_ratio)
         draft_dtype = torch.bfloat16 if by_ratio else torch.float32
         return drawn, VerificationSpec(
             max_drafts=self.drafts, vocab=self.vocab, known=self.known, draft_dtype=draft_dtype
@@ -213,7 +213,7 @@ def ours(problem: Problem, inputs: Inputs, kernel: str | None = None) -> Launch:
 
     def run(index: int) -> torch.Tensor:
         layer = inputs.layers[index]
-        rows = api.run(samplers[index], layer.logits, layer.parameters)
+        rows = api.run(samplers[index], layer.logits, layer.parameters, kept=drawn.kept)
         return verification.run(verifiers[index], rows, layer.parameters, layer.drafts, layer.logits).tokens
 
     def view(tokens: torch.Tensor) -> torch.Tensor:

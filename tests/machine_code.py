@@ -387,13 +387,16 @@ FINISHING = "bounds-finish-8"
 
 
 def sampling_subjects() -> Iterator[Subject]:
-    """By the logits' type; tokens alone, and with the likeliest tokens."""
+    """By the logits' type; tokens alone, with the likeliest tokens, and with what the filters keep."""
     for arch in ARCHS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for mode in (None, LogprobsMode.RAW_LOGPROBS):
                 spec = SamplingSpec(vocab=151936, dtype=dtype, logprobs_mode=mode)
                 name = f"{arch}-sampling-{checks.short(dtype)}{'' if mode is None else '-likeliest'}"
                 yield Subject(id=name, arch=arch, kernels=partial(sampling_kernels, arch, spec))
+            spec = SamplingSpec(vocab=151936, dtype=dtype, kept=True)
+            name = f"{arch}-sampling-{checks.short(dtype)}-kept"
+            yield Subject(id=name, arch=arch, kernels=partial(sampling_kernels, arch, spec))
 
 
 def sampling_kernels(arch: str, spec: SamplingSpec) -> Iterator[Made]:

@@ -48,6 +48,7 @@ def run(
     num_logprobs: int | None = None,
     *,
     new_tokens: bool = False,
+    kept: bool = False,
 ) -> Sampled:
     """Sample one token for each row. It does not synchronize with the GPU, or write to the logits.
 
@@ -56,6 +57,8 @@ def run(
         num_logprobs: how many of the likeliest tokens this step returns; the spec's num_logprobs by default, which is
             the most.
         new_tokens: return the tokens in memory of their own. Otherwise nothing is allocated.
+        kept: return what the filters keep, where the step has filters and the kernel finds it; for a plan of a spec
+            with it.
 
     Returns:
         Views of the plan's buffers, which its next step overwrites.
@@ -83,6 +86,10 @@ def run(
     wanted = most if num_logprobs is None else checks.integer("num_logprobs", num_logprobs, 0, most)
     out = plan.results.rows(count).likeliest(wanted)
     checks.flag("new_tokens", new_tokens)
+    checks.flag("kept", kept)
+    require(spec.kept or not kept, "kept is asked for: a plan of a spec with kept=True is needed")
+    if not (kept and parameters.has_filters):
+        out = out._replace(kept=None)
     if new_tokens:
         out = out._replace(tokens=torch.empty_like(out.tokens))
     if count:

@@ -123,9 +123,9 @@ class ClusterConfig:
 
         Returns:
             None where nothing is left to a second launch: rows that a CTA reads at once, and those with
-            log-probabilities.
+            log-probabilities or of which what top-p keeps is returned.
         """
-        if spec.vocab <= LOGITS_AT_ONCE or spec.logprobs_mode is not None:
+        if spec.vocab <= LOGITS_AT_ONCE or spec.logprobs_mode is not None or spec.kept:
             return None
         few = replace(cls.default(spec, target, rows, vector), finish_cluster=8 if rows <= target.sm_count else 4)
         bounded = few.with_lane_bounds(spec) if few.cluster == 1 else few
@@ -207,6 +207,8 @@ class ClusterConfig:
             reasons.append(f"bounds of {self.lane_bound_blocks} blocks for each CTA do not cover {spec.vocab} logits")
         if self.finish_cluster and spec.logprobs_mode is not None:
             reasons.append("a second launch returns no log-probabilities")
+        if self.finish_cluster and spec.kept:
+            reasons.append("a second launch does not return what top-p keeps")
         if self.finish_cluster:
             reasons += [f"second launch: {reason}" for reason in self.finishing.objections(spec, target)]
         if self.smem_bytes > target.smem_bytes:

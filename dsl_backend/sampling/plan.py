@@ -11,7 +11,13 @@ from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec, buffers
 
 
 class Kernel(Protocol):
-    """A sampler of up to max_rows rows. It owns its workspace."""
+    """A sampler of up to max_rows rows. It owns its workspace.
+
+    Attributes:
+        returns_kept: whether it writes `Sampled.kept`.
+    """
+
+    returns_kept: bool
 
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None: ...
 
@@ -38,3 +44,5 @@ class SamplingPlan:
         self.kernel_title = entry.title
         self.kernel: Kernel = entry.load()(spec, target, max_rows, device)
         self.results = buffers(spec, max_rows, device)
+        if not self.kernel.returns_kept:
+            self.results = self.results._replace(kept=None)

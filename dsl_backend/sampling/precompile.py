@@ -19,15 +19,19 @@ from dsl_backend.sampling.verification_spec import VerificationSpec
 MAX_ROWS = 1024
 
 
-def layer_specs(model: ModelShape) -> Iterator[SamplingSpec]:
-    """The dtypes that vLLM samples from: float32 where it has processed the logits, else the model's (V2)."""
+def layer_specs(model: ModelShape, *, kept: bool = False) -> Iterator[SamplingSpec]:
+    """The dtypes that vLLM samples from: float32 where it has processed the logits, else the model's (V2).
+
+    Args:
+        kept: of steps whose drafts are verified by the ratio of probabilities.
+    """
     for dtype in dict.fromkeys((torch.float32, getattr(torch, model.dtype))):
-        yield SamplingSpec(vocab=model.vocab_size, dtype=dtype)
+        yield SamplingSpec(vocab=model.vocab_size, dtype=dtype, kept=kept)
 
 
 def precompile_specs(model: ModelShape, target: Target) -> Iterator[PrecompileSpec]:
-    """A kernel for each cluster size, and one for the drafts of each of vLLM's runners."""
-    for spec in layer_specs(model):
+    """Two kernels for each cluster size, and one for the drafts of each of vLLM's runners."""
+    for spec in (*layer_specs(model), *layer_specs(model, kept=True)):
         if dispatch.cute(spec, target):
             continue
         # Here, because it imports CuTe DSL.

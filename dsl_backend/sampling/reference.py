@@ -292,6 +292,8 @@ def likeliest(
 class ReferenceSampler:
     """The definition as a kernel, for CPUs."""
 
+    returns_kept = False
+
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec = spec
 

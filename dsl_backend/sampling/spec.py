@@ -2,6 +2,7 @@
 """The sampler's problem: its static spec, the parameters of a step, and the results."""
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -45,6 +46,7 @@ class SamplingSpec:
         logprobs_mode: also return a value of each row's token, its rank, and the likeliest tokens.
             PROCESSED_LOGPROBS needs logprobs.
         num_logprobs: how many of the likeliest tokens of each row at most, from 0 to 128; needs logprobs_mode.
+        kept: steps may ask for what the filters keep (`Kept`). Not with values of raw logits.
 
     Raises:
         InvalidInput: a value is out of range.
@@ -56,6 +58,7 @@ class SamplingSpec:
     logprobs: bool = False
     logprobs_mode: LogprobsMode | None = None
     num_logprobs: int = 0
+    kept: bool = False
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)  # the class is frozen
@@ -73,6 +76,11 @@ class SamplingSpec:
         require(
             self.logprobs or self.logprobs_mode is not LogprobsMode.PROCESSED_LOGPROBS,
             f"logprobs_mode is {self.logprobs_mode}: logprobs=True is needed with it",
+        )
+        checks.flag("kept", self.kept)
+        require(
+            not self.kept or self.logprobs_mode in (None, LogprobsMode.PROCESSED_LOGPROBS),
+            f"kept is True and logprobs_mode {self.logprobs_mode}: there are no values of raw logits with it",
         )
 
 
@@ -125,6 +133,33 @@ class Parameters:
                 raise InvalidInput(f"{name} is on {tensor.device}: {device} is needed")
             checks.no_gradient(name, tensor)
 
+    @property
+    def has_filters(self) -> bool:
+        return any(one is not None for one in (self.top_k, self.top_p, self.min_p))
+
+
+class Kept(NamedTuple):
+    """What the filters keep of rows, and what their probabilities are normalized with; tensors [rows].
+
+    A token is kept if its logit is above the pivot, or equals it and the id is at least `tie_ids`, and if its
+    probability before normalization is at least `min_probs`, or 0. Of greedy rows nothing is written.
+
+    Attributes:
+        references: float32, the row's largest logit, infinity as the largest number.
+        normals: int64, 2**62 / the sum of the kept probabilities in units of 2**-40; 0 for a row without a logit above
+            -inf.
+        pivots: int64, the least logit that top-k and top-p keep or one below which all probabilities are 0, as
+            `to_ordered_uint`.
+        tie_ids: int32.
+        min_probs: int64, in units of 2**-40.
+    """
+
+    references: torch.Tensor
+    normals: torch.Tensor
+    pivots: torch.Tensor
+    tie_ids: torch.Tensor
+    min_probs: torch.Tensor
+
 
 class Sampled(NamedTuple):
     """Results of a step: buffers of the plan, which its next step overwrites. Only tokens unless the spec wants more.
@@ -137,6 +172,8 @@ class Sampled(NamedTuple):
             likely ones the lower id first.
         top_logprobs: [rows, 1 + num_logprobs] float32, the values of the spec's logprobs_mode of these ids.
         token_ranks: [rows] int32, how many tokens are at least as likely as the drawn one, itself included.
+        kept: by the filters. None where a step does not ask for it or has no filter, and of kernels that do not find
+            it.
     """
 
     tokens: torch.Tensor
@@ -144,10 +181,24 @@ class Sampled(NamedTuple):
     top_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
     token_ranks: torch.Tensor | None = None
+    kept: Kept | None = None
 
     def rows(self, count: int) -> "Sampled":
         """Views of the first rows."""
-        return Sampled(*[None if tensor is None else tensor[:count] for tensor in self])  # type: ignore[arg-type]
+        return self.map(lambda tensor: tensor[:count])
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Sampled":
+        """With each tensor that there is changed."""
+        *tensors, _ = self
+        changed = Sampled(*[None if one is None else change(one) for one in tensors])  # type: ignore[arg-type]
+        return changed._replace(kept=None if self.kept is None else Kept(*map(change, self.kept)))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Sampled"]) -> "Sampled":
+        """The rows of all parts, which have the same tensors."""
+        *columns, kept = zip(*parts, strict=True)
+        whole = cls(*[None if column[0] is None else torch.cat(column) for column in columns])  # type: ignore[arg-type]
+        return whole._replace(kept=None if kept[0] is None else Kept(*map(torch.cat, zip(*kept, strict=True))))
 
     def likeliest(self, num_logprobs: int) -> "Sampled":
         """With so many of the likeliest tokens, at most those that there are."""
@@ -158,11 +209,23 @@ class Sampled(NamedTuple):
         )
 
 
+def kept_buffers(max_rows: int, device: torch.device) -> Kept:
+    return Kept(
+        references=torch.empty(max_rows, device=device),
+        normals=torch.empty(max_rows, dtype=torch.int64, device=device),
+        pivots=torch.empty(max_rows, dtype=torch.int64, device=device),
+        tie_ids=torch.empty(max_rows, dtype=torch.int32, device=device),
+        min_probs=torch.empty(max_rows, dtype=torch.int64, device=device),
+    )
+
+
 def buffers(spec: SamplingSpec, max_rows: int, device: torch.device) -> Sampled:
     """Buffers for the results of up to max_rows rows."""
     results = Sampled(torch.empty(max_rows, dtype=spec.token_dtype, device=device))
     if spec.logprobs:
         results = results._replace(logprobs=torch.empty(max_rows, spec.vocab, device=device))
+    if spec.kept:
+        results = results._replace(kept=kept_buffers(max_rows, device))
     if spec.logprobs_mode is None:
         return results
     columns = 1 + spec.num_logprobs

@@ -19,7 +19,7 @@ from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import Target, cuda_index, detect
 from dsl_backend.sampling import verification_dispatch
-from dsl_backend.sampling.spec import LOGITS_DTYPES, Parameters, Sampled
+from dsl_backend.sampling.spec import LOGITS_DTYPES, Kept, Parameters, Sampled
 from dsl_backend.sampling.verification_spec import (
     NO_TOKEN,
     Distributions,
@@ -113,7 +113,8 @@ def run(
     """Verify a step's drafts. It does not synchronize with the GPU or allocate memory.
 
     Args:
-        drawn: what the sampler drew from the rows' logits.
+        drawn: what the sampler drew from the rows' logits. Where distributions are known and rows have filters, with
+            what these keep (`api.run`'s `kept`): launches find it otherwise.
         parameters: that the sampler drew with. Without distributions they are not read.
         logits: that the sampler drew from, [rows, vocab] of any of its dtypes, at any row stride. Needed where
             distributions are known, and else not read.
@@ -137,10 +138,18 @@ def run(
     if plan.spec.known is not Known.TOKENS:
         check_logits(logits, rows, plan)
         parameters.check(rows, plan.device)
+        check_kept(drawn.kept, rows, plan.device)
     out = Verified(*(tensor[: drafts.requests] for tensor in plan.results))
     if drafts.requests:
         plan.kernel.launch(drawn, parameters, drafts, logits, out)
     return out
+
+
+def check_kept(kept: Kept | None, rows: int, device: torch.device) -> None:
+    """Raise InvalidInput where what the filters keep is not of the rows."""
+    for name, tensor in () if kept is None else kept._asdict().items():
+        if tensor.shape != (rows,) or tensor.device != device:
+            raise InvalidInput(f"{name} are {tuple(tensor.shape)} on {tensor.device}: [{rows}] on {device} is needed")
 
 
 def check_logits(logits: torch.Tensor | None, rows: int, plan: VerificationPlan) -> None:

@@ -37,15 +37,19 @@ ONE = 1 << fixed_point.PROB_BITS
 HIGHEST_62 = (1 << 62) - 1
 
 
+def normals_of(prob_sum: torch.Tensor) -> torch.Tensor:
+    """What probabilities are normalized with, int64: 2**62 / their sum, which is at least 2**40 unless all are 0."""
+    # In units of 2**-40, by one division in float64.
+    return (2.0**102 / prob_sum.clamp(min=ONE).double()).long().clamp(max=HIGHEST_62)
+
+
 def normalized(prob: torch.Tensor, prob_sum: torch.Tensor) -> torch.Tensor:
-    """Probabilities in units of 2**-40, int64. prob_sum: [rows, 1], at least 2**40 unless all are 0."""
-    # 2**62 / sum in units of 2**-40, by one division in float64.
-    scale = (2.0**102 / prob_sum.clamp(min=ONE).double()).long().clamp(max=HIGHEST_62)
-    return reference.multiply_high(prob, scale)
+    """Probabilities in units of 2**-40, int64. prob_sum: [rows, 1]."""
+    return reference.multiply_high(prob, normals_of(prob_sum))
 
 
-def target_probs(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """P in units of 2**-40, int64."""
+def kept_probs(logits: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the probabilities that the filters keep before normalization [rows, vocab], their sums [rows, 1])."""
     rows = reference.rows_of(logits, parameters)
     prob, prob_sum = rows.prob, rows.prefix[:, -1:]
     if parameters.top_p is not None:
@@ -54,7 +58,12 @@ def target_probs(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         if parameters.temperature is not None:
             has_top_p &= ~reference.is_greedy(parameters.temperature)
         prob_sum = torch.where(has_top_p.unsqueeze(1), prob.sum(-1, keepdim=True), prob_sum)
-    return normalized(prob, prob_sum)
+    return prob, prob_sum
+
+
+def target_probs(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """P in units of 2**-40, int64."""
+    return normalized(*kept_probs(logits, parameters))
 
 
 def draft_probs(values: torch.Tensor, temperature: torch.Tensor | None, known: Known) -> torch.Tensor:

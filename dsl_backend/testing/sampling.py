@@ -9,10 +9,10 @@ import torch
 
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime import target as targets
-from dsl_backend.sampling import api, reference
+from dsl_backend.sampling import api, reference, verification_reference
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute.args import SampleArgs
-from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec, buffers
+from dsl_backend.sampling.spec import Kept, LogprobsMode, Parameters, Sampled, SamplingSpec, buffers
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -53,6 +53,7 @@ class SamplingCase:
         logprobs: the mode of log-probabilities and how many of the likeliest tokens to return.
         why: what this case alone would find.
         seed: of the logits.
+        kept: what the filters keep is returned too.
     """
 
     id: str
@@ -64,6 +65,7 @@ class SamplingCase:
     k_dtype: torch.dtype = torch.int32
     logprobs: tuple[LogprobsMode, int] | None = None
     seed: int = 1
+    kept: bool = False
 
     @property
     def config(self) -> ClusterConfig:
@@ -73,7 +75,12 @@ class SamplingCase:
     def spec(self) -> SamplingSpec:
         mode, count = self.logprobs or (None, 0)
         return SamplingSpec(
-            vocab=self.vocab, dtype=self.kind[0], token_dtype=self.kind[1], logprobs_mode=mode, num_logprobs=count
+            vocab=self.vocab,
+            dtype=self.kind[0],
+            token_dtype=self.kind[1],
+            logprobs_mode=mode,
+            num_logprobs=count,
+            kept=self.kept,
         )
 
 
@@ -135,7 +142,8 @@ def check_sampling(case: SamplingCase, kernel: str | None, device: torch.device 
     if kernel == "triton" and targets.detect(x.device).interpreted and has_subnormal(x):
         raise Unsupported(case.id, {"triton": ["its interpreter misreads subnormal numbers of bfloat16"]})
     before = x.clone()
-    assert_defined(case, x, parameters, api.run(api.plan(case.spec, len(x), x.device, kernel), x, parameters))
+    plan = api.plan(case.spec, len(x), x.device, kernel)
+    assert_defined(case, x, parameters, api.run(plan, x, parameters, kept=case.kept))
     if kernel == "cute":
         assert_defined(case, x, parameters, launch_as_configured(case, x, parameters))
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8)), "logits were changed"
@@ -147,6 +155,42 @@ def assert_defined(case: SamplingCase, x: torch.Tensor, parameters: Parameters, 
     assert out.tokens.tolist() == expected, f"{case}: {out.tokens.tolist()} where {expected} is right"
     if case.logprobs is not None:
         assert_likeliest(x, out, case.spec)
+    if out.kept is not None:
+        assert_kept(x, parameters, out.kept)
+
+
+def assert_kept(x: torch.Tensor, parameters: Parameters, kept: Kept) -> None:
+    """Raise AssertionError where probabilities by what the filters keep are not the definition's.
+
+    The scale as well: it may differ by little, and no probability then. Greedy rows have none.
+    """
+    prob, prob_sum = verification_reference.kept_probs(x, parameters)
+    normals = torch.where(prob_sum > 0, verification_reference.normals_of(prob_sum), 0).squeeze(1)
+    expected = verification_reference.normalized(prob, prob_sum)
+    found = probs_by(x, parameters, kept)
+    for row in (~reference.is_greedy(temperature_of(parameters))).nonzero().flatten().tolist():
+        wrong = (found[row] != expected[row]).nonzero().flatten().tolist()
+        assert not wrong, f"row {row}: probabilities of {len(wrong)} tokens, the first {wrong[0]}"
+        assert kept.normals[row] == normals[row], f"row {row}: a scale of {kept.normals[row]} where {normals[row]} is"
+
+
+def temperature_of(parameters: Parameters) -> torch.Tensor:
+    given = parameters.temperature
+    return torch.ones(len(parameters.seeds), device=parameters.seeds.device) if given is None else given
+
+
+def probs_by(x: torch.Tensor, parameters: Parameters, kept: Kept) -> torch.Tensor:
+    """Probabilities in units of 2**-40, int64 [rows, vocab], of rows that are not greedy, by what the filters keep."""
+    x, temperature = reference.canonical(x), temperature_of(parameters)
+    usual = torch.where(reference.is_greedy(temperature), 1.0, temperature)
+    references, scale = kept.references.unsqueeze(1), reference.scale_of(usual).unsqueeze(1)
+    prob = reference.probs(reference.exponents(x, references, scale))
+    bits = (x + 0.0).view(torch.int32).long() & 0xFFFFFFFF
+    keys = torch.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 1 << 31)
+    pivots, ids = kept.pivots.unsqueeze(1), torch.arange(x.shape[1], device=x.device)
+    keeps = (keys > pivots) | ((keys == pivots) & (ids >= kept.tie_ids.unsqueeze(1)))
+    keeps &= prob >= kept.min_probs.unsqueeze(1)
+    return reference.multiply_high(prob * keeps, kept.normals.unsqueeze(1))
 
 
 def assert_likeliest(x: torch.Tensor, out: Sampled, spec: SamplingSpec) -> None:
@@ -169,11 +213,7 @@ def has_subnormal(x: torch.Tensor) -> bool:
 
 def unwritten(spec: SamplingSpec, rows: int, device: torch.device) -> Sampled:
     """Buffers of what no kernel writes."""
-    out = buffers(spec, rows, device)
-    for tensor in out:
-        if tensor is not None:
-            tensor.fill_(UNWRITTEN)
-    return out
+    return buffers(spec, rows, device).map(lambda tensor: tensor.fill_(UNWRITTEN))
 
 
 def launch_as_configured(case: SamplingCase, x: torch.Tensor, parameters: Parameters) -> Sampled:
@@ -191,8 +231,9 @@ def args_of(case: SamplingCase, x: torch.Tensor, parameters: Parameters, out: Sa
     """What a launch with all parameters takes, and the case's config."""
     from dsl_backend.sampling.cute import host
 
-    results = {name: tensor for name, tensor in out._asdict().items() if name != "logprobs"}
-    args = host.with_scratch(SampleArgs(logits=x, **vars(parameters), **results), case.spec, case.config)
+    results = {name: tensor for name, tensor in out._asdict().items() if name not in ("logprobs", "kept")}
+    kept = {} if out.kept is None else out.kept._asdict()
+    args = host.with_scratch(SampleArgs(logits=x, **vars(parameters), **results, **kept), case.spec, case.config)
     if args.pending is not None:
         args.pending.fill_(UNWRITTEN)
         args.block_max.fill_(NAN)
@@ -418,6 +459,37 @@ CASES += tuple(
         ("finished-2", FINISHED_TWO, 3001, 0, "the same of two CTAs, in 16 bits, with a part of a block"),
         ("finished-narrow", FINISHED, 8, 0, "a vocabulary that only one CTA of the second launch has"),
     )
+)
+# Of which what the filters keep is returned: by the list of candidates, and by passes over the row. More ties than such
+# a list holds, where top-p or top-k ends; sums by blocks above the limit and below; the largest range of logits.
+KEPT = (
+    *(row(), row(t=0, p=0.5), row(t=3, p=0.9), row(t=9, p=0.5), row(t=9, k=5), row(t=5, k=20, p=0.8), row(t=3, m=0.05)),
+    *(row(t=5, k=40, p=0.95, m=0.02), row(t=30, m=0.2, p=0.7), row(k=1), row(p=0.0), row(t=30, k=400, p=0.9, m=1e-3)),
+    *(row(name, t=9, p=0.6) for name in ("ties", "equal", "zeros", "nan", "all-nan", "dead", "few", "one", "inf")),
+    *(row(name, t=9, k=7, p=0.6) for name in ("ties", "equal", "zeros", "nan", "dead", "few", "masked", "inf")),
+    *(row(name, t=2, p=0.9) for name in ("huge", "tiny", "steep", "sorted", "peaked", "masked")),
+    *(row(t=t, p=p) for t, p in ((INF, 0.5), (1e-4, 0.9), (3, 1 - 2**-24), (30, 1 - 2**-20), (9, 1e-6))),
+    *(row("ties", t=30, k=350, p=0.5), row("equal", t=1, k=30, p=1e-3), row("ties", t=3, m=0.01, p=0.95)),
+)
+CASES += tuple(
+    SamplingCase(id=id, kind=kind, vocab=vocab, rows=KEPT, pad=pad, kept=True, why=why)
+    for id, kind, vocab, pad, why in (
+        ("kept", ONE, 600, 0, "what the filters keep"),
+        ("kept-2", TWO, 1301, 0, "the same of two CTAs, in 16 bits, with a part of a block"),
+        ("kept-4", FOUR, 1000, 6, "more ties than candidates, over four CTAs of which some have no block"),
+        ("kept-bounded", BOUNDED, 3000, 0, "several blocks for each warp, in the place of lanes' bounds"),
+        ("kept-small", TWO, 3, 0, "a vocabulary of three"),
+    )
+)
+CASES += (
+    SamplingCase(
+        id="kept-16",
+        kind=SIXTEEN,
+        vocab=1500,
+        rows=(row(t=5, k=20, p=0.8), row(t=9, p=0.5), row("equal", t=9, k=7, p=0.6), row("dead", k=3)),
+        kept=True,
+        why="the largest cluster, most of whose CTAs have no logit",
+    ),
 )
 
 WIDE = tuple(

@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dsl_backend.sampling.spec import Kept
+
 
 class SampleArgs(NamedTuple):
     """The tensors of a launch: torch's on the host, CuTe's in the kernel. A filter that is off is a tensor too.
@@ -23,6 +25,8 @@ class SampleArgs(NamedTuple):
         pending: int64 [rows, 3], scratch of launches with a second one: the id of a drawn token that top-p may remove,
             or -1; the sum below which what is likelier has to stay; the bits of the row's maximum.
         block_max: float32 [rows, blocks], scratch of the same: the maximum of each block of these rows.
+        references, normals, pivots, tie_ids, min_probs: [rows]; outputs, as in `spec.Kept`. None where what the filters
+            keep is not returned.
     """
 
     logits: Any
@@ -38,12 +42,18 @@ class SampleArgs(NamedTuple):
     token_ranks: Any = None
     pending: Any = None
     block_max: Any = None
+    references: Any = None
+    normals: Any = None
+    pivots: Any = None
+    tie_ids: Any = None
+    min_probs: Any = None
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], has_likeliest: bool, finishes: bool) -> "SampleArgs":
+    def of(cls, tensors: Sequence[Any], has_likeliest: bool, finishes: bool, has_kept: bool) -> "SampleArgs":
         """What `tensors` was made of."""
         absent = set() if has_likeliest else {"top_ids", "top_logprobs", "token_ranks"}
         absent |= set() if finishes else {"pending", "block_max"}
+        absent |= set() if has_kept else set(Kept._fields)
         return cls(**dict(zip((name for name in cls._fields if name not in absent), tensors, strict=True)))
 
     @property

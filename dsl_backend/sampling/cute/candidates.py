@@ -11,7 +11,7 @@ from dsl_backend.primitives.scan import warp_inclusive_sum
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster, load_peer_smem
-from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw, top_p_of, write_token
+from dsl_backend.sampling.cute.row import Row, RowReader, bits_of_draw, top_p_of, write_kept, write_token
 from dsl_backend.sampling.cute.scan import WARP, add, cta_sum, load_smem_vector
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -31,12 +31,13 @@ class CandidateSampler:
 
     Args:
         narrows: whether the list may lose what top-k does not keep; not where the likeliest tokens are written from it.
+        keeps: what the filters keep is written.
     """
 
-    def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, *, narrows: bool):
+    def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, *, narrows: bool, keeps: bool):
         self.threads, self.warps = config.threads, config.warps
         self.groups, self.max_candidates = config.groups, config.max_candidates
-        self.cluster, self.reader, self.narrows = cluster, reader, narrows
+        self.cluster, self.reader, self.narrows, self.keeps = cluster, reader, narrows, keeps
 
     @cute.jit
     def collect(self, smem: SharedStorage, row: Row, thread_max, lowest_group_max):
@@ -214,6 +215,8 @@ class CandidateSampler:
         prob_sum = self.apply_top_k_min_p(smem, row, count)
         top_p = top_p_of(row)
         limit = fixed_point.top_p_limit(top_p, prob_sum)
+        if cutlass.const_expr(self.keeps):
+            self.write_last_kept(smem, row, count, cutlass.Uint64(0), limit)
         draws = cutlass.Int32(0)
         while draws == 0 or prob_sum >= limit:
             self.draw(smem, count, fixed_point.sampling_target(bits_of_draw(smem, row, draws), prob_sum))
@@ -240,6 +243,31 @@ class CandidateSampler:
                 smem.sCandProb[i] = prob
                 kept = kept + prob
         return cta_sum(kept, smem.sScratch[None, 0], self.warps)
+
+    @cute.jit
+    def write_last_kept(self, smem: SharedStorage, row: Row, count, above, limit):
+        """Write what the filters keep, up to the least likely of the first CTA's candidates that top-p keeps.
+
+        It is the one with which the sum of the likeliest tokens reaches the limit.
+
+        Args:
+            above: the sum of the tokens that are likelier than all candidates, uint64.
+            limit: of top-p, uint64; more than above, and at most the sum of these and of all candidates.
+        """
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % LANES_PER_CANDIDATE
+        for first in cutlass.range(0, count, self.threads // LANES_PER_CANDIDATE, unroll=1):
+            i = first + thread // LANES_PER_CANDIDATE
+            own = cutlass.min(i, count - 1)
+            x, token_id = smem.sCandX[own], smem.sCandId[own]
+            likelier = self.sum_over_candidates(
+                lane, count, cutlass.Uint64(0), partial(self.add_likelier, smem, x, token_id)
+            )
+            if lane == 0 and i < count:
+                before = above + likelier
+                prob_sum = before + smem.sCandProb[own]
+                if before < limit and prob_sum >= limit:
+                    write_kept(row, prob_sum, fixed_point.to_ordered_uint(fixed_point.canonical(x)), token_id)
 
     @cute.jit
     def draw(self, smem: SharedStorage, count, target):
@@ -286,6 +314,11 @@ class CandidateSampler:
     @cute.jit
     def add_larger(self, smem: SharedStorage, x, partial_sum, other):
         return partial_sum + 1 if smem.sCandX[other] > x else partial_sum
+
+    @cute.jit
+    def add_likelier(self, smem: SharedStorage, x, token_id, partial_sum, other):
+        likelier = fixed_point.is_likelier(smem.sCandX[other], smem.sCandId[other], x, token_id)
+        return partial_sum + smem.sCandProb[other] if likelier else partial_sum
 
     @cute.jit
     def add_up_to_id(self, smem: SharedStorage, token_id, partial_sum, other):

@@ -18,6 +18,7 @@ SIGN = 1 << 31
 MANTISSA = 23
 # Of temperature 1: an exponent of 62.
 FARTHEST = -constants.MAX_EXPONENT / LOG2_E
+NORMAL_BITS = 62
 MASS_ONE, PROB_ONE = float(1 << constants.MANTISSA_BITS), float(1 << constants.PROB_BITS)
 
 
@@ -124,6 +125,16 @@ def mul_shift_right(a, b, bits: int):
 def weighted(mass_sum, weight):
     """A block's sum of masses in the row, uint64 in units of 2**-40."""
     return mul_shift_right(mass_sum, weight, constants.MANTISSA_BITS)
+
+
+@cute.jit
+def normal_of(prob_sum):
+    """2**62 / the sum of a row's probabilities, uint64, which is 2**40 or more; 0 of 0."""
+    least, highest = cutlass.Uint64(1 << constants.PROB_BITS), cutlass.Uint64((1 << NORMAL_BITS) - 1)
+    divisor = cutlass.Float64(prob_sum if prob_sum > least else least)
+    normal = cutlass.Uint64(cutlass.Float64(2.0 ** (NORMAL_BITS + constants.PROB_BITS)) / divisor)
+    normal = normal if normal < highest else highest
+    return normal if prob_sum > 0 else cutlass.Uint64(0)
 
 
 def exponential(x, reference):

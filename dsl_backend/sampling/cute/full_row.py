@@ -17,14 +17,17 @@ from dsl_backend.sampling import fixed_point as constants
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.cluster import Cluster
+from dsl_backend.sampling.cute.last_kept import LastKept
 from dsl_backend.sampling.cute.radix_select import RadixSelect
 from dsl_backend.sampling.cute.row import (
     HALF_WORD,
     LANE_UNIT_BITS,
+    LIMIT,
     LOGITS_PER_LANE,
     Row,
     RowReader,
     bits_of_draw,
+    kept_prob,
     top_p_of,
     write_token,
 )
@@ -33,8 +36,6 @@ from dsl_backend.sampling.cute.smem import SharedStorage
 
 # Below every id: with it, all logits from a bound on are likelier.
 NO_ID = -1
-# Index in SharedStorage.sResult of the sum below which the likelier tokens have to stay.
-LIMIT = 1
 # Bits of a lane's sum of probabilities that are added apart: 16 probabilities are up to 2**44.
 PROB_LOW_BITS = 20
 PROB_UNIT = 2.0**-constants.PROB_BITS
@@ -61,11 +62,22 @@ def next_above(x):
 
 
 class FullRowSampler:
-    """Draws from the sums of the row's blocks."""
+    """Draws from the sums of the row's blocks.
 
-    def __init__(self, config: ClusterConfig, cluster: Cluster, reader: RowReader, radix: RadixSelect):
+    Args:
+        last_kept: writes what the filters keep; None where it is not returned.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        cluster: Cluster,
+        reader: RowReader,
+        radix: RadixSelect,
+        last_kept: LastKept | None = None,
+    ):
         self.threads, self.warps, self.vector = config.threads, config.warps, config.vector
-        self.cluster, self.reader, self.radix = cluster, reader, radix
+        self.cluster, self.reader, self.radix, self.last_kept = cluster, reader, radix, last_kept
 
     @cute.jit
     def count_from(self, smem: SharedStorage, row: Row, x):
@@ -117,14 +129,6 @@ class FullRowSampler:
             smem.sBlockSum[index] = prob_sum
 
     @cute.jit
-    def kept_prob(self, row: Row, x):
-        """The probability of a logit, uint64; 0 where min-p removes it."""
-        power = fixed_point.prob_power_of(x, row.reference, row.scale)
-        # Exact in float32: the least probability is a float32 times a power of two.
-        power = power if power >= cutlass.Float32(row.min_prob) else cutlass.Float32(0.0)
-        return fixed_point.truncate_to_uint(power, cutlass.Uint64)
-
-    @cute.jit
     def sum_packed(self, smem: SharedStorage, row: Row, rLogits: cute.Tensor, least):
         """The sum of the probabilities from a logit on that min-p keeps, of the lane's logits of a block.
 
@@ -140,7 +144,7 @@ class FullRowSampler:
             end = end + WARP if x >= least else end
         lane_sum = cutlass.Uint64(0)
         for place in cutlass.range(begin, end, WARP, unroll=1):
-            lane_sum = lane_sum + self.kept_prob(row, smem.sPacked[place])
+            lane_sum = lane_sum + kept_prob(row, smem.sPacked[place])
         cute.arch.sync_warp()
         return lane_sum
 
@@ -237,7 +241,10 @@ class FullRowSampler:
         if top_k < row.vocab:
             pivot, _ = self.radix.top_k_pivot(smem, row, top_k)
             bound = cute.arch.fmax(bound, fixed_point.from_ordered_uint(pivot))
+        lowest = bound
         bound_id = self.draw_until_accepted(smem, row, by_block, bound, bound_id)
+        if cutlass.const_expr(self.last_kept is not None):
+            self.last_kept.write(smem, row, lowest)
         if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
             write_token(row, bound_id)
         return bound_id

@@ -15,7 +15,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, blocks_of, widest_vector
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
-from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import Kept, LogprobsMode, Parameters, Sampled, SamplingSpec
 from dsl_backend.sampling.triton.logprobs_host import ProcessedRows
 from dsl_backend.sampling.tuned import config_of, configs_of
 
@@ -30,6 +30,7 @@ def key_of(spec: SamplingSpec, config: ClusterConfig, k_dtype: torch.dtype = tor
         token_dtype=short(spec.token_dtype),
         k_dtype=short(k_dtype),
         logprobs_mode=spec.logprobs_mode,
+        keeps=spec.kept,
         config=config,
     )
 
@@ -69,6 +70,9 @@ def fake_args(key: SampleKey) -> tuple[Any, ...]:
             top_logprobs=make_fake_tensor(NUMERIC["float32"], (rows, columns), (stride, 1), assumed_align=4),
             token_ranks=per_row("int32"),
         )
+    if key.keeps:
+        kept = ("float32", "int64", "int64", "int32", "int64")
+        args = args._replace(**{name: per_row(dtype) for name, dtype in zip(Kept._fields, kept, strict=True)})
     return make_fake_stream(use_tvm_ffi_env_stream=True), *args.tensors
 
 
@@ -119,18 +123,24 @@ class CuteSampler:
     """The sampler on a CUDA device of SM90 or SM100.
 
     The kernels of contiguous, aligned logits are compiled here; those of other strides at their first launch. Triton's
-    launches over blocks follow where a spec asks for the log-probabilities of whole rows.
+    launches over blocks follow where a spec asks for the log-probabilities of whole rows. Steps that ask for what the
+    filters keep have kernels of their own.
     """
+
+    returns_kept = True
 
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.processed = ProcessedRows(spec, target, max_rows, device) if spec.logprobs else None
-        spec = drawn_by_kernel(spec)
-        self.spec, self.target = spec, target
+        self.target = target
+        # Of steps that ask for what the filters keep, and of others.
+        self.keeping = drawn_by_kernel(spec)
+        self.spec = spec = replace(self.keeping, kept=False)
         self.functions: dict[SampleKey, Function] = {}
         # Key: the arguments of `chosen`.
-        self.choices: dict[tuple[int, int, bool, torch.dtype], tuple[Function, bool]] = {}
-        for config in configs_of(spec, target, max_rows, widest_vector(spec)):
-            self.function(key_of(spec, config))
+        self.choices: dict[tuple[int, int, bool, torch.dtype, bool], tuple[Function, bool]] = {}
+        for each in dict.fromkeys((spec, self.keeping)):
+            for config in configs_of(each, target, max_rows, widest_vector(each)):
+                self.function(key_of(each, config))
         # Operands for parameters that are off for all rows.
         self.ones = torch.ones(max_rows, device=device)
         self.zeros = torch.zeros(max_rows, device=device)
@@ -169,8 +179,10 @@ class CuteSampler:
             top_ids=out.top_ids if likeliest else None,
             top_logprobs=out.top_logprobs if likeliest else None,
             token_ranks=out.token_ranks if likeliest else None,
+            **({} if out.kept is None else out.kept._asdict()),
         )
-        function, finishes = self.chosen(count, common_vector(logits), top_p_alone, top_k.dtype)
+        keeps = out.kept is not None
+        function, finishes = self.chosen(count, common_vector(logits), top_p_alone, top_k.dtype, keeps)
         if finishes and self.scratch is not None:
             pending, block_max = self.scratch
             args = args._replace(pending=pending[:count], block_max=block_max[:count])
@@ -178,15 +190,18 @@ class CuteSampler:
         if self.processed is not None:
             self.processed.launch(logits, parameters, out)
 
-    def chosen(self, rows: int, vector: int, top_p_alone: bool, k_dtype: torch.dtype) -> tuple[Function, bool]:
+    def chosen(
+        self, rows: int, vector: int, top_p_alone: bool, k_dtype: torch.dtype, keeps: bool
+    ) -> tuple[Function, bool]:
         """The function of a launch, and whether it has a second one.
 
         All that the choice depends on is in the arguments, so it is made once for them.
         """
-        asked = rows, vector, top_p_alone, k_dtype
+        asked = rows, vector, top_p_alone, k_dtype, keeps
         choice = self.choices.get(asked)
         if choice is None:
-            config = config_of(self.spec, self.target, rows, vector, top_p_alone)
-            function = self.function(key_of(self.spec, config, k_dtype))
+            spec = self.keeping if keeps else self.spec
+            config = config_of(spec, self.target, rows, vector, top_p_alone)
+            function = self.function(key_of(spec, config, k_dtype))
             choice = self.choices[asked] = function, config.finish_cluster > 0
         return choice

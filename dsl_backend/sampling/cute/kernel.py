@@ -13,6 +13,8 @@ Or in two, where rows have top-p alone: see `Finish`.
    accepts the token by the sums of the blocks that have a likelier one, or reads these blocks again where their sums do
    not decide it; and once more for each token that it does not accept. Rows with too many candidates are sampled so
    too, after a pass that sums them; `radix_select` finds their k-th largest logit.
+5. Where what the filters keep is returned, `candidates` finds it by the same list. `last_kept` narrows down where top-p
+   ends in rows without one, and makes such a list of the tokens there.
 
 The same instructions serve SM90 and SM100.
 """
@@ -29,11 +31,12 @@ from dsl_backend.sampling.cute import fixed_point, smem
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.candidates import CandidateSampler
 from dsl_backend.sampling.cute.cluster import Cluster
-from dsl_backend.sampling.cute.full_row import LIMIT, FullRowSampler
+from dsl_backend.sampling.cute.full_row import FullRowSampler
+from dsl_backend.sampling.cute.last_kept import LastKept
 from dsl_backend.sampling.cute.likeliest import Likeliest
 from dsl_backend.sampling.cute.philox import random_bits
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import RANDOM_BITS, Logits, Row, RowReader, top_k_of, write_token
+from dsl_backend.sampling.cute.row import LIMIT, RANDOM_BITS, Logits, Row, RowReader, top_k_of, write_kept, write_token
 from dsl_backend.sampling.cute.row_max import NO_ID, RowMax
 from dsl_backend.sampling.cute.smem import SharedStorage
 from dsl_backend.sampling.spec import LogprobsMode
@@ -58,6 +61,7 @@ class SampleKey:
     Attributes:
         dtype, token_dtype, k_dtype: type names of logits, tokens and top_k.
         logprobs_mode: the values of the likeliest tokens; None where they are not returned.
+        keeps: what the filters keep is written.
         config: threads, CTAs, vectors.
     """
 
@@ -65,6 +69,7 @@ class SampleKey:
     token_dtype: str
     k_dtype: str
     logprobs_mode: LogprobsMode | None = None
+    keeps: bool = False
     config: ClusterConfig
 
 
@@ -76,19 +81,20 @@ class Sample:
         self.config = config
         self.cluster = Cluster(config.cluster)
         mode = key.logprobs_mode
-        self.returns_likeliest = mode is not None
+        self.returns_likeliest, self.keeps = mode is not None, key.keeps
         self.reader = RowReader(config, self.cluster, NUMERIC[key.dtype], exp_sums=mode is LogprobsMode.RAW_LOGPROBS)
         self.radix = RadixSelect(config, self.cluster, self.reader)
         self.row_max = RowMax(config, self.cluster, self.reader)
-        self.candidates = CandidateSampler(config, self.cluster, self.reader, narrows=mode is None)
-        self.full_row = FullRowSampler(config, self.cluster, self.reader, self.radix)
+        self.candidates = CandidateSampler(config, self.cluster, self.reader, narrows=mode is None, keeps=key.keeps)
+        last_kept = LastKept(config, self.cluster, self.reader, self.radix, self.candidates) if key.keeps else None
+        self.full_row = FullRowSampler(config, self.cluster, self.reader, self.radix, last_kept)
         self.likeliest = Likeliest(config, self.cluster, self.reader, self.candidates, self.full_row, self.radix, mode)
         self.finish = Finish(key) if config.finish_cluster else None
 
     @cute.jit
     def __call__(self, stream, *tensors):
         config = self.config
-        args = SampleArgs.of(tensors, self.returns_likeliest, config.finish_cluster > 0)
+        args = SampleArgs.of(tensors, self.returns_likeliest, config.finish_cluster > 0, self.keeps)
         launch_rows(self.kernel(args), config, args, stream)
         if cutlass.const_expr(config.finish_cluster):
             self.finish.launch(args, stream)
@@ -147,6 +153,8 @@ class Sample:
         elif row_max == -cutlass.Float32.inf:
             if self.cluster.rank() == 0 and thread == 0:
                 write_token(row, 0)
+                if cutlass.const_expr(self.keeps):
+                    write_kept(row, cutlass.Uint64(0), cutlass.Uint32(0), 0)
         elif is_random:
             if cutlass.const_expr(self.config.finish_cluster):
                 self.draw_once(storage, row)

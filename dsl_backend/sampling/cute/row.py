@@ -25,8 +25,9 @@ HALF_WORD = 16
 LANE_UNIT_BITS = 2
 # Loads of a lane that are in flight when a few threads' logits are read again.
 REVISIT_LOADS = 4
-# Index of the first draw's random bits in SharedStorage.sResult.
-RANDOM_BITS = 3
+# Indices in SharedStorage.sResult: of the sum below which the likelier tokens have to stay, and of the first random
+# bits.
+LIMIT, RANDOM_BITS = 1, 3
 
 
 class Logits(NamedTuple):
@@ -102,6 +103,30 @@ def write_token(row: Row, token_id):
     """Write a row's token. Its address is computed here: kept from the first pass, its registers spilled."""
     tokens = row.args.tokens
     tokens[row.index] = tokens.element_type(token_id)
+
+
+@cute.jit
+def kept_prob(row: Row, x):
+    """The probability of a logit, uint64; 0 where min-p removes it."""
+    power = fixed_point.prob_power_of(x, row.reference, row.scale)
+    # Exact in float32: the least probability is a float32 times a power of two.
+    power = power if power >= cutlass.Float32(row.min_prob) else cutlass.Float32(0.0)
+    return fixed_point.truncate_to_uint(power, cutlass.Uint64)
+
+
+def write_kept(row: Row, prob_sum, pivot, tie_id):
+    """Write what the filters keep of a row (`spec.Kept`). By one thread.
+
+    Args:
+        prob_sum: of what is kept, uint64; 0 for a row without a logit above -inf.
+        pivot: uint32.
+    """
+    args, index = row.args, row.index
+    args.references[index] = row.reference
+    args.normals[index] = cutlass.Int64(fixed_point.normal_of(prob_sum))
+    args.pivots[index] = cutlass.Int64(pivot)
+    args.tie_ids[index] = cutlass.Int32(tie_id)
+    args.min_probs[index] = cutlass.Int64(row.min_prob)
 
 
 class RowReader:

@@ -14,6 +14,8 @@ from dsl_backend.sampling.triton.logprobs_host import ProcessedRows, launch_rank
 class TritonSampler:
     """The sampler on any CUDA device, or in Triton's interpreter."""
 
+    returns_kept = False
+
     def __init__(self, spec: SamplingSpec, target: Target, max_rows: int, device: torch.device) -> None:
         self.spec = spec
         self.config = TritonConfig.default(spec, target)

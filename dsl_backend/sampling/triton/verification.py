@@ -11,8 +11,9 @@ their blocks. p and q are computed from logits where they are needed, and no row
 3. `rest_of_blocks`: the sums of max(p - q, 0) of each block, for the one row of a request that is drawn again.
 4. `draw_from_rest`: finds the draw's block by these sums, and the token by a second look at that block.
 
-Where rows have filters, the launches of `logprobs_host.RowSums` come first, and `filter_rows` keeps of each row what p
-is computed with. Sums are of integers: no partition changes a bit.
+Where rows have filters, p is computed with what the sampler has found that the filters keep of each row (`spec.Kept`).
+Behind a sampler that does not find it, the launches of `logprobs_host.RowSums` come first, and `filter_rows` keeps the
+same. Sums are of integers: no partition changes a bit.
 """
 
 import triton
@@ -222,14 +223,17 @@ def filter_rows(
 
 
 @triton.jit
-def row_normals(workspace, at, tested, exponent_scales, blocks, BLOCKS: tl.constexpr):
+def row_normals(workspace, kept, row, first, tested, exponent_scales, blocks, BLOCKS: tl.constexpr):
     """(references, scales of probabilities) of rows whose blocks are summed, which are kept for later launches too.
 
     Args:
-        at: [STEPS], of rows in the workspace.
+        kept: pointers to where these are kept.
+        row: [STEPS].
+        first: the first row whose blocks the workspace has.
         exponent_scales: [STEPS].
         blocks: that a row has.
     """
+    at = first + row
     most: tl.constexpr = SUMS_AT_ONCE // at.shape[0]
     COLUMNS: tl.constexpr = BLOCKS if most > BLOCKS else most
     # Reduced behind the loop: Triton 3.8 does not compile a maximum that is carried from a reduction to the next one.
@@ -251,8 +255,8 @@ def row_normals(workspace, at, tested, exponent_scales, blocks, BLOCKS: tl.const
         prob_sums += tl.sum(weighted(tl.load(workspace.masses + offsets, mask=mask, other=0), weights), 1)
     # Without a logit above -inf all probabilities are 0.
     normals = tl.where(row_max > NEG_INF, normal_of(prob_sums), 0)
-    tl.store(workspace.references + at, references, mask=tested)
-    tl.store(workspace.normals + at, normals, mask=tested)
+    tl.store(kept[0] + row, references, mask=tested)
+    tl.store(kept[1] + row, normals, mask=tested)
     return references, normals
 
 
@@ -281,7 +285,8 @@ def test_ratios(
     q_row = (exponent_scales, 0.0, 0)
     if not PROBABILITIES:
         blocks = tl.cdiv(draft_V, DEFINED_BLOCK)
-        references, normals = row_normals(workspace, max_rows + row, tested, exponent_scales, blocks, BLOCKS)
+        kept = (workspace.draft_references, workspace.draft_normals)
+        references, normals = row_normals(workspace, kept, row, max_rows, tested, exponent_scales, blocks, BLOCKS)
         q_row = (exponent_scales, references, normals)
     q = draft_probs(draft_values(strides[1], drafts, row, tested), ids, draft_V, q_row, PROBABILITIES)
     if workspace.pivots is not None:
@@ -289,7 +294,8 @@ def test_ratios(
         normals = tl.load(workspace.normals + row, mask=tested, other=0)
     else:
         blocks = tl.cdiv(V, DEFINED_BLOCK)
-        references, normals = row_normals(workspace, row, tested, exponent_scales, blocks, BLOCKS)
+        kept = (workspace.references, workspace.normals)
+        references, normals = row_normals(workspace, kept, row, 0, tested, exponent_scales, blocks, BLOCKS)
     p_row = (exponent_scales, references, normals)
     p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, workspace, row, tested)
     seeds = tl.load(parameters.seeds + row, mask=tested, other=0)
@@ -359,12 +365,11 @@ def drawn_again(drafts, workspace, request):
 @triton.jit
 def rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES: tl.constexpr):
     """max(p - q, 0) of a row, in units of 2**-40, int64; 0 past the row's end."""
-    _, V, draft_V, max_rows = sizes
+    _, V, draft_V, _max_rows = sizes
     exponent_scale = exponent_scale_of(parameters, row)
     q_row = (exponent_scale, 0.0, 0)
     if not PROBABILITIES:
-        at = max_rows + row
-        q_row = (exponent_scale, tl.load(workspace.references + at), tl.load(workspace.normals + at))
+        q_row = (exponent_scale, tl.load(workspace.draft_references + row), tl.load(workspace.draft_normals + row))
     q = draft_probs(draft_values(strides[1], drafts, row, True), ids, draft_V, q_row, PROBABILITIES)
     p_row = (exponent_scale, tl.load(workspace.references + row), tl.load(workspace.normals + row))
     p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, workspace, row, True)

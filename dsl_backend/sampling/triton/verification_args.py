@@ -27,13 +27,15 @@ class Workspace(NamedTuple):
     """Pointers to what launches leave for those after them. A row's blocks are padded to a power of two.
 
     Rows are followed by those of their drafts where a tensor has 2 * rows; where probabilities are known, it has rows.
+    The fields of `spec.Kept` may be what the sampler has written.
 
     Attributes:
         maxima: float32 [2 * rows, blocks], the largest logits of blocks of 512.
         masses: int64 [2 * rows, blocks], the sums of their probabilities below that; later, of rows, those of
             max(p - q, 0) of programs' blocks.
-        references: float32 [2 * rows].
-        normals: int64 [2 * rows], 2**62 / the sum of the row's probabilities.
+        references: float32 [rows].
+        normals: int64 [rows], 2**62 / the sum of the row's probabilities.
+        draft_references, draft_normals: the same of rows' drafts; None where probabilities are known.
         again: int32 [rows], at each request's first row: the number of accepted drafts if the token after them is drawn
             again, from max(p - q, 0); else -1.
         pivots: int64 [rows], the least logit that top-k and top-p keep, as `to_ordered_uint`; None without filters.
@@ -45,6 +47,8 @@ class Workspace(NamedTuple):
     masses: Any
     references: Any
     normals: Any
+    draft_references: Any
+    draft_normals: Any
     again: Any
     pivots: Any
     tie_ids: Any

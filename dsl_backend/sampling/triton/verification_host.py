@@ -8,7 +8,7 @@ import triton
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.fixed_point import BLOCK
-from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling.spec import Parameters, Sampled, kept_buffers
 from dsl_backend.sampling.triton.args import RowParameters
 from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
 from dsl_backend.sampling.triton.logprobs_host import RowSums
@@ -51,19 +51,21 @@ class TritonVerifier:
             return
         rows = max_rows if spec.known is Known.PROBABILITIES else 2 * max_rows
         longs: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        kept = kept_buffers(max_rows, device)
         self.workspace = self.workspace._replace(
             maxima=torch.empty(rows, self.blocks, device=device),
             masses=torch.empty(rows, self.blocks, **longs),
-            references=torch.empty(rows, device=device),
-            normals=torch.empty(rows, **longs),
+            references=kept.references,
+            normals=kept.normals,
             again=torch.empty(max_rows, dtype=torch.int32, device=device),
         )
+        if spec.known is Known.LOGITS:
+            self.workspace = self.workspace._replace(
+                draft_references=torch.empty(max_rows, device=device), draft_normals=torch.empty(max_rows, **longs)
+            )
+        # Of steps with filters: behind a sampler that does not find what they keep.
         self.filters = RowSums(spec.vocab, target, max_rows, device)
-        self.filtered = self.workspace._replace(
-            pivots=torch.empty(max_rows, **longs),
-            tie_ids=torch.empty(max_rows, dtype=torch.int32, device=device),
-            min_probs=torch.empty(max_rows, **longs),
-        )
+        self.filtered = self.workspace._replace(**kept._asdict())
 
     def launch(
         self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
@@ -76,19 +78,21 @@ class TritonVerifier:
             given = Given(Drawn(drawn.tokens, None), (0, 0), None, bundle, self.workspace, sizes)
             self.accept(given, outputs, drafts.requests, num_warps=1)
             return
-        is_filtered = any(one is not None for one in (parameters.top_k, parameters.top_p, parameters.min_p))
+        is_filtered, workspace = parameters.has_filters, self.workspace
+        if is_filtered:
+            workspace = self.filtered if drawn.kept is None else workspace._replace(**drawn.kept._asdict())
         given = Given(
             Drawn(drawn.tokens, logits),
             (logits.stride(0), known.values.stride(0)),
             self.row_parameters(parameters),
             RowDrafts(drafts.inputs, drafts.cu_rows, known.values, known.index),
-            self.filtered if is_filtered else self.workspace,
+            workspace,
             (spec.max_drafts, spec.vocab, known.values.shape[1], self.max_rows),
         )
         kinds = (not is_filtered) + (spec.known is Known.LOGITS)
         if kinds:
             self.sum_rows(given, drafts.requests, kinds)
-        if is_filtered:
+        if is_filtered and drawn.kept is None:
             self.filter(logits, parameters)
         self.accept(given, outputs, drafts.requests, num_warps=8, **self.dependent)
         self.draw_again(given, outputs, drafts.requests)

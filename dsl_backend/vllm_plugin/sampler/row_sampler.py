@@ -74,6 +74,7 @@ class RowSampler:
         dtypes: that logits may have beside the first step's.
         logprobs: whether all log-probabilities may be asked for.
         likeliest: tokens that may be asked for.
+        kept: what the filters keep may be asked for, but not with the likeliest tokens.
     """
 
     def __init__(
@@ -83,8 +84,10 @@ class RowSampler:
         dtypes: tuple[torch.dtype, ...] = (),
         logprobs: bool = False,
         likeliest: Likeliest | None = None,
+        kept: bool = False,
     ) -> None:
         self.max_rows, self.device, self.dtypes, self.likeliest = max_rows, device, dtypes, likeliest
+        self.kept = kept
         asked = {Returned.NOTHING: True, Returned.ALL_LOGPROBS: logprobs, Returned.LIKELIEST: likeliest is not None}
         self.kinds = tuple(kind for kind, may_be in asked.items() if may_be)
         self.plans: dict[tuple[int, torch.dtype, Returned], api.SamplingPlan] = {}
@@ -111,6 +114,7 @@ class RowSampler:
         logprobs: bool = False,
         num_logprobs: int | None = None,
         new_tokens: bool = False,
+        kept: bool = False,
         **filters: torch.Tensor | None,
     ) -> Sampled:
         """One token of each row of logits [rows, vocab].
@@ -119,6 +123,7 @@ class RowSampler:
             logprobs: return all log-probabilities.
             num_logprobs: return so many of the likeliest tokens; None for none, and with logprobs.
             new_tokens: return the tokens in memory of their own.
+            kept: return what the filters keep, as `api.run` does.
             filters: temperature, top_k, top_p and min_p as in Parameters; None is off for all rows.
 
         Returns:
@@ -127,14 +132,14 @@ class RowSampler:
         rows = logits.shape[0]
         if rows > self.max_rows:
             all_given = {"seeds": seeds, "positions": positions, **filters}
-            return self.draw_in_parts(logits, all_given, logprobs=logprobs, num_logprobs=num_logprobs)
+            return self.draw_in_parts(logits, all_given, logprobs=logprobs, num_logprobs=num_logprobs, kept=kept)
         used = {name: tensor for name, tensor in filters.items() if tensor is not None}
         names = next(names for names in COMBINATIONS if used.keys() <= set(names))
         given = {name: self.off[name][:rows] for name in names} | used
         kind = Returned.NOTHING if num_logprobs is None else Returned.LIKELIEST
         plan = self.plan(logits, Returned.ALL_LOGPROBS if logprobs else kind)
         parameters = Parameters(seeds=seeds, positions=positions, **given)
-        return api.run(plan, logits, parameters, num_logprobs, new_tokens=new_tokens)
+        return api.run(plan, logits, parameters, num_logprobs, new_tokens=new_tokens, kept=kept)
 
     def draw_greedy(self, logits: torch.Tensor, positions: torch.Tensor, **returned: Any) -> Sampled:
         """The likeliest token of each row, as `draw` has it at temperature 0. Nothing of a request is looked up.
@@ -161,9 +166,8 @@ class RowSampler:
             given = {name: tensor if tensor is None else tensor[part] for name, tensor in parameters.items()}
             drawn = self.draw(logits[part], **given, **returned)  # type: ignore[arg-type]
             # The next part overwrites them.
-            parts.append([None if tensor is None else tensor.clone() for tensor in drawn])
-        whole = (None if tensors[0] is None else torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return Sampled(*whole)  # type: ignore[arg-type]
+            parts.append(drawn.map(torch.clone))
+        return Sampled.joined(parts)
 
     def plan(self, logits: torch.Tensor, kind: Returned) -> api.SamplingPlan:
         key = (logits.shape[1], logits.dtype, kind)
@@ -186,11 +190,13 @@ class RowSampler:
             logprobs=kind is Returned.ALL_LOGPROBS,
             logprobs_mode=None if asked is None else asked.mode,
             num_logprobs=0 if asked is None else min(asked.most, vocab),
+            kept=self.kept and asked is None,
         )
         plan = self.plans[vocab, dtype, kind] = api.plan(spec, self.max_rows, self.device)
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         row = torch.zeros(1, max(vocab, stride), dtype=dtype, device=self.device)[:, :vocab]
         for names in COMBINATIONS:
             off = {name: self.off[name][:1] for name in names}
-            api.run(plan, row, Parameters(seeds=zero, positions=zero, **off))
+            for kept in (False, True) if spec.kept else (False,):
+                api.run(plan, row, Parameters(seeds=zero, positions=zero, **off), kept=kept)
         info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_title}")

@@ -84,6 +84,7 @@ class DSLSampler(Sampler):
             dtypes=(torch.float32,),
             logprobs=sampler.logprobs_mode == "processed_logprobs",
             likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config, runner.device),
+            kept=verification.draws_drafts(runner.vllm_config.speculative_config),
         )
         sampler.seeds = RowSeeds(runner.max_num_reqs, runner.device)
 

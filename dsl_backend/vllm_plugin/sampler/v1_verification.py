@@ -77,7 +77,7 @@ class DSLRejectionSampler(RejectionSampler):
             parameters = self.parameters(metadata, step, request)
         asked = step.max_num_logprobs is not None and self.is_processed_logprobs_mode
         processed = self.processed(logits, step, metadata)
-        returned: dict[str, Any] = {"logprobs": asked}
+        returned: dict[str, Any] = {"logprobs": asked, "kept": draft_probs is not None and self.sampler.rows.kept}
         if draft_probs is None and processed is logits and self.returns_likeliest(step):
             # Each token that is returned is the one that was drawn for its row.
             returned = {"num_logprobs": step.max_num_logprobs}
@@ -130,7 +130,7 @@ class DSLRejectionSampler(RejectionSampler):
         """A token for each row, as if there were no drafts.
 
         Args:
-            returned: logprobs and num_logprobs as in `RowSampler.draw`.
+            returned: logprobs, num_logprobs and kept as in `RowSampler.draw`.
         """
         return self.sampler.rows.draw(logits, **vars(parameters), **returned)
 

@@ -63,6 +63,7 @@ class DSLSampler(Sampler):
             dtypes=(torch.float32,),
             logprobs=sampler.logprobs_mode == "processed_logprobs",
             likeliest=likeliest_of(sampler.logprobs_mode, runner.vllm_config, runner.device),
+            kept=verification.draws_drafts(runner.vllm_config.speculative_config),
         )
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any) -> Any:
@@ -105,13 +106,18 @@ class DSLSampler(Sampler):
         return drawn.tokens, logits if drawn.logprobs is None else drawn.logprobs
 
     def draw(
-        self, step: dict[str, Any], logprobs: bool, num_logprobs: int | None = None, new_tokens: bool = False
+        self,
+        step: dict[str, Any],
+        logprobs: bool,
+        num_logprobs: int | None = None,
+        new_tokens: bool = False,
+        kept: bool = False,
     ) -> tuple[Sampled, torch.Tensor, Parameters]:
         """What was drawn for each row, in buffers that the next step overwrites; from which logits, by what parameters.
 
         Args:
             step: the arguments of `sample`, by name.
-            logprobs, num_logprobs, new_tokens: as in `RowSampler.draw`.
+            logprobs, num_logprobs, new_tokens, kept: as in `RowSampler.draw`.
         """
         requests, in_batch = step["expanded_idx_mapping"], step["idx_mapping_np"]
         given = (step[name] for name in NAMES if name != "return_logprobs")
@@ -132,7 +138,7 @@ class DSLSampler(Sampler):
             min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
         )
         drawn = self.rows.draw(
-            logits, **vars(parameters), logprobs=logprobs, num_logprobs=num_logprobs, new_tokens=new_tokens
+            logits, **vars(parameters), logprobs=logprobs, num_logprobs=num_logprobs, new_tokens=new_tokens, kept=kept
         )
         return drawn, logits, parameters
 

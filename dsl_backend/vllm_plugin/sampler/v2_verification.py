@@ -69,7 +69,10 @@ class DSLRejectionSampler(RejectionSampler):
             # Each token that is returned is the one that was drawn for its row.
             count = sampler.likeliest_of_step(step["idx_mapping_np"])
         drawn, processed, parameters = sampler.draw(
-            step | {"input_ids": step["draft_sampled"]}, returns_processed, count
+            step | {"input_ids": step["draft_sampled"]},
+            returns_processed,
+            count,
+            kept=draft_logits is not None and sampler.rows.kept,
         )
         self.drawn = None if count is None else drawn
         vocab = processed.shape[1]

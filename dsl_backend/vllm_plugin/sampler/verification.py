@@ -45,7 +45,7 @@ def reasons_against(speculation: Any, vocab: int, device: torch.device) -> list[
 
 
 def draws_drafts(speculation: Any) -> bool:
-    """Whether drafts are drawn, and vLLM keeps the distributions that they are drawn from."""
+    """Whether drafts are drawn, and vLLM keeps the distributions that they are drawn from; False without drafts."""
     return getattr(speculation, "draft_sample_method", "greedy") == "probabilistic"
 
 
