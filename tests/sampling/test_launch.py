@@ -10,17 +10,20 @@ import torch
 pytest.importorskip("cutlass")
 
 import emulator
+from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.family import precompile_specs
-from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.target import Target, detect, from_arch
+from dsl_backend.sampling import api, reference, verification
 from dsl_backend.sampling import precompile as sampling_precompile
-from dsl_backend.sampling import reference
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute import host
 from dsl_backend.sampling.cute.kernel import SampleKey
 from dsl_backend.sampling.cute.verification import VerifyKey
 from dsl_backend.sampling.plan import SamplingPlan
 from dsl_backend.sampling.spec import LogprobsMode, Parameters, SamplingSpec, buffers
-from dsl_backend.testing.sampling import CASES, FINISHED, tensors, unwritten
+from dsl_backend.sampling.verification import Known
+from dsl_backend.testing.sampling import CASES, FINISHED, assert_kept, tensors, unwritten
+from dsl_backend.testing.verification import random_step
 
 H200 = from_arch("sm_90a")
 
@@ -80,11 +83,12 @@ def test_a_choice_is_made_once_for_all_that_it_depends_on(monkeypatch: pytest.Mo
         return lambda *tensors: launched.append(key)
 
     monkeypatch.setattr(host, "build", build)
-    spec, device, rows = SamplingSpec(vocab=32768), torch.device("cpu"), (1, 40, 200)
+    spec, device, rows = SamplingSpec(vocab=32768, kept=True), torch.device("cpu"), (1, 40, 200)
     kernel = host.CuteSampler(spec, H200, max(rows), device)
     ints = [torch.zeros(max(rows), dtype=dtype) for dtype in (torch.int32, torch.int64)]
     cases = [
-        (count, apart, top_p, top_k)
+        (count, apart, top_p, top_k, keeps)
+        for keeps in (False, True)
         for count in rows
         for apart in (False, True)
         for top_p in (False, True)
@@ -95,20 +99,24 @@ def test_a_choice_is_made_once_for_all_that_it_depends_on(monkeypatch: pytest.Mo
     out = buffers(spec, max(rows), device)
 
     def launch_all() -> None:
-        for count, apart, top_p, top_k in cases:
+        for count, apart, top_p, top_k, keeps in cases:
             parameters = Parameters(
                 seeds=ints[1][:count],
                 positions=ints[1][:count],
                 top_k=None if top_k is None else top_k[:count],
                 top_p=torch.ones(count) if top_p else None,
             )
-            kernel.launch(wide[:count, : spec.vocab] if apart else near[:count], parameters, out.rows(count))
+            results = out.rows(count) if keeps else out.rows(count)._replace(kept=None)
+            kernel.launch(wide[:count, : spec.vocab] if apart else near[:count], parameters, results)
 
-    for count, apart, top_p, top_k in cases:
+    for count, apart, top_p, top_k, keeps in cases:
         # Rows of 32769 logits begin at any address; of a single row the stride does not matter.
         vector = 1 if apart and count > 1 else 4
-        config = ClusterConfig.default(spec, H200, count, vector, top_p and top_k is None)
-        expected.append(host.key_of(spec, config, torch.int32 if top_k is None else top_k.dtype))
+        asked = replace(spec, kept=keeps)
+        config = ClusterConfig.default(asked, H200, count, vector, top_p and top_k is None)
+        # A second launch would not return what top-p keeps.
+        assert not (keeps and config.finish_cluster)
+        expected.append(host.key_of(asked, config, torch.int32 if top_k is None else top_k.dtype))
     launch_all()
     monkeypatch.delattr(host, "key_of")
     launch_all()
@@ -170,12 +178,69 @@ def test_log_probabilities_of_rows(arch: str) -> None:
     assert torch.equal(out.token_ranks.long(), ranks)
 
 
+@pytest.mark.parametrize(
+    ("known", "filters"),
+    [
+        (Known.LOGITS, ("top_k", "top_p")),
+        (Known.LOGITS, ("top_p",)),
+        (Known.PROBABILITIES, ("top_k", "top_p", "min_p")),
+    ],
+)
+def test_the_ratio_test_behind_what_filters_keep(
+    known: Known, filters: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of the definition, with no launch that looks for what they keep; many logits are ties."""
+    pytest.importorskip("triton")
+    from dsl_backend.sampling.triton import verification_host
+
+    device = torch.device("cpu")
+    step = random_step(2, known, 600, device, filters=filters)
+    step = replace(step, logits=step.logits.round())
+    rows = len(step.logits)
+    monkeypatch.setattr(verification_host.TritonVerifier, "filter", lambda *_: pytest.fail("looks for it again"))
+    with emulator.device(arch="sm_90a", sms=4, schedule="random", strict=True):
+        sampler = SamplingPlan(SamplingSpec(vocab=600, kept=True), H200, rows, device, "cute")
+        drawn = api.run(sampler, step.logits, step.parameters, kept=True)
+    step = replace(step, drawn=drawn)
+    assert drawn.kept is not None
+    assert_kept(step.logits, step.parameters, drawn.kept)
+    verifier = verification.plan(step.spec, step.drafts.requests, rows, device, "triton")
+    found = verification.run(verifier, *step.given, step.logits)
+    tokens, counts = step.expected()
+    assert torch.equal(found.tokens.long(), tokens)
+    assert torch.equal(found.counts, counts)
+
+
+def test_what_filters_keep_is_returned_where_a_step_asks_for_it() -> None:
+    """By a kernel of its own, which a step without filters does not have."""
+    device = torch.device("cpu")
+    x = 3 * torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    rows = Parameters(seeds=torch.arange(2), positions=torch.arange(2))
+    filtered = replace(rows, min_p=torch.tensor([0.0, 0.1]))
+    with emulator.device(arch="sm_90a", sms=4, strict=True):
+        plan = SamplingPlan(SamplingSpec(vocab=300, kept=True), H200, 2, device, "cute")
+        assert isinstance(plan.kernel, host.CuteSampler)
+        compiled = dict(plan.kernel.functions)
+        assert {key.keeps for key in compiled} == {False, True}
+        assert api.run(plan, x, filtered).kept is None
+        assert api.run(plan, x, rows, kept=True).kept is None
+        kept = api.run(plan, x, filtered, kept=True).kept
+    assert plan.kernel.functions == compiled
+    assert kept is not None
+    assert_kept(x, filtered, kept)
+    unasked = SamplingPlan(SamplingSpec(vocab=300), detect(device), 2, device, "reference")
+    with pytest.raises(InvalidInput, match=r"a plan of a spec with kept=True is needed"):
+        api.run(unasked, x, filtered, kept=True)
+
+
 def test_precompile_specs_of_a_model() -> None:
     from dsl_backend.runtime.model import ModelShape
 
     shape = ModelShape(dtype="bfloat16", hidden_size=64, heads_q=1, heads_kv=1, head_dim=64, vocab_size=151936)
     keys = [one.key for one in precompile_specs(shape, H200, ["sampling"])]
     verification = [key for key in keys if isinstance(key, VerifyKey)]
-    assert {key.config.cluster for key in keys if key not in verification} == {1, 2, 4, 8, 16}
+    for keeps in (False, True):
+        found = {key.config.cluster for key in keys if isinstance(key, SampleKey) and key.keeps == keeps}
+        assert found == {1, 2, 4, 8, 16}
     assert {key.token_dtype for key in verification} == {"int64", "int32"}
     assert list(sampling_precompile.precompile_specs(shape, from_arch("sm_120"))) == []
