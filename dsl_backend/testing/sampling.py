@@ -9,7 +9,7 @@ import torch
 
 from dsl_backend.errors import Unsupported
 from dsl_backend.runtime import target as targets
-from dsl_backend.sampling import api, reference, verification_reference
+from dsl_backend.sampling import api, fixed_point, reference, verification_reference
 from dsl_backend.sampling.configs import ClusterConfig
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.spec import Kept, LogprobsMode, Parameters, Sampled, SamplingSpec, buffers
@@ -84,6 +84,13 @@ class SamplingCase:
         )
 
 
+def apart(vocab: int) -> torch.Tensor:
+    """The largest logit alone in its block. By a weight and masses the later blocks have more than by probabilities."""
+    x = torch.full((vocab,), -2.234375)
+    x[: fixed_point.BLOCK], x[-1], x[0] = -INF, -1.796875, 0.0
+    return x
+
+
 def logits_of(distribution: str, vocab: int, generator: torch.Generator) -> torch.Tensor:
     x = 3 * torch.randn(vocab, generator=generator)
     last = vocab - 1
@@ -105,6 +112,7 @@ def logits_of(distribution: str, vocab: int, generator: torch.Generator) -> torc
         "peaked": lambda: x.index_fill(0, torch.tensor([last // 3]), 40.0),
         "sorted": lambda: x.sort().values,
         "steep": lambda: torch.arange(vocab) * -0.5,
+        "apart": lambda: apart(vocab),
     }
     found: torch.Tensor = made[distribution]()
     return found
@@ -469,6 +477,7 @@ KEPT = (
     *(row(name, t=9, k=7, p=0.6) for name in ("ties", "equal", "zeros", "nan", "dead", "few", "masked", "inf")),
     *(row(name, t=2, p=0.9) for name in ("huge", "tiny", "steep", "sorted", "peaked", "masked")),
     *(row(t=t, p=p) for t, p in ((INF, 0.5), (1e-4, 0.9), (3, 1 - 2**-24), (30, 1 - 2**-20), (9, 1e-6))),
+    *2 * (row("apart", t=1, p=1 - 2**-24), row(t=1, k=9, p=0.9)),
     *(row("ties", t=30, k=350, p=0.5), row("equal", t=1, k=30, p=1e-3), row("ties", t=3, m=0.01, p=0.95)),
 )
 CASES += tuple(

@@ -112,14 +112,16 @@ def test_a_plan_has_it_and_its_scratch(measured: Callable[..., None], monkeypatc
 
     monkeypatch.setattr(host, "build", lambda key, target: key)
     measured(FINISHED, top_p_alone=True)
-    kernel = host.CuteSampler(SPEC, TARGET, 64, torch.device("cpu"))
+    kernel = host.CuteSampler(replace(SPEC, kept=True), TARGET, 64, torch.device("cpu"))
     assert kernel.scratch is not None
     compiled = set(kernel.functions)
-    assert kernel.chosen(40, 4, True, torch.int32) == (host.key_of(SPEC, FINISHED), True)
-    assert kernel.chosen(40, 4, False, torch.int32)[1] is False
+    assert kernel.chosen(40, 4, True, torch.int32, False) == (host.key_of(SPEC, FINISHED), True)
+    assert kernel.chosen(40, 4, False, torch.int32, False)[1] is False
     assert set(kernel.functions) == compiled
+    # Steps that ask for what the filters keep have none.
+    assert kernel.chosen(40, 4, True, torch.int32, True)[1] is False
     # Rows at a stride that records are not of have no second launch, whose scratch a plan may lack.
-    assert kernel.chosen(40, 1, True, torch.int32)[1] is False
+    assert kernel.chosen(40, 1, True, torch.int32, False)[1] is False
 
 
 def test_names_of_classes() -> None:

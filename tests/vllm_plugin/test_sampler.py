@@ -682,7 +682,7 @@ def one_greedy_is_enough(patch: pytest.MonkeyPatch) -> None:
 
 def tokens_stay_in_the_buffers(patch: pytest.MonkeyPatch) -> None:
     run = row_sampler.api.run
-    patch.setattr(row_sampler.api, "run", lambda *given, new_tokens=False: run(*given))
+    patch.setattr(row_sampler.api, "run", lambda *given, new_tokens=False, kept=False: run(*given, kept=kept))
 
 
 def greedy_steps_of_v2(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -27,7 +27,6 @@ from dsl_backend.sampling.cute.row import (
     Row,
     RowReader,
     bits_of_draw,
-    kept_prob,
     top_p_of,
     write_token,
 )
@@ -129,6 +128,14 @@ class FullRowSampler:
             smem.sBlockSum[index] = prob_sum
 
     @cute.jit
+    def kept_prob(self, row: Row, x):
+        """The probability of a logit, uint64; 0 where min-p removes it."""
+        power = fixed_point.prob_power_of(x, row.reference, row.scale)
+        # Exact in float32: the least probability is a float32 times a power of two.
+        power = power if power >= cutlass.Float32(row.min_prob) else cutlass.Float32(0.0)
+        return fixed_point.truncate_to_uint(power, cutlass.Uint64)
+
+    @cute.jit
     def sum_packed(self, smem: SharedStorage, row: Row, rLogits: cute.Tensor, least):
         """The sum of the probabilities from a logit on that min-p keeps, of the lane's logits of a block.
 
@@ -144,7 +151,7 @@ class FullRowSampler:
             end = end + WARP if x >= least else end
         lane_sum = cutlass.Uint64(0)
         for place in cutlass.range(begin, end, WARP, unroll=1):
-            lane_sum = lane_sum + kept_prob(row, smem.sPacked[place])
+            lane_sum = lane_sum + self.kept_prob(row, smem.sPacked[place])
         cute.arch.sync_warp()
         return lane_sum
 

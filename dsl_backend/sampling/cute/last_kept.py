@@ -18,7 +18,7 @@ from dsl_backend.sampling.cute import fixed_point
 from dsl_backend.sampling.cute.candidates import CandidateSampler
 from dsl_backend.sampling.cute.cluster import Cluster
 from dsl_backend.sampling.cute.radix_select import RadixSelect
-from dsl_backend.sampling.cute.row import LIMIT, LOGITS_PER_LANE, Row, RowReader, kept_prob, top_p_of, write_kept
+from dsl_backend.sampling.cute.row import LIMIT, LOGITS_PER_LANE, Row, RowReader, top_p_of, write_kept
 from dsl_backend.sampling.cute.scan import WARP, add, cta_sum
 from dsl_backend.sampling.cute.smem import SharedStorage
 
@@ -82,7 +82,7 @@ class LastKept:
         while narrows:
             low, high, above, inside, reaches = self.narrow(smem, row, Range(low, high, above, inside), limit, passes)
             passes = passes + 1
-            least = kept_prob(row, fixed_point.from_ordered_uint(low))
+            least = self.prob(row, fixed_point.from_ordered_uint(low))
             fits = inside <= least * cutlass.Uint64(self.max_candidates)
             narrows = reaches and not fits and high - low > 1
         if not reaches:
@@ -90,11 +90,15 @@ class LastKept:
             if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
                 write_kept(row, above, lowest, 0)
         else:
-            least = kept_prob(row, fixed_point.from_ordered_uint(low))
+            least = self.prob(row, fixed_point.from_ordered_uint(low))
             if inside <= least * cutlass.Uint64(self.max_candidates):
                 self.list_range(smem, row, Range(low, high, above, inside), limit)
             else:
                 self.count_ties(smem, row, Range(low, high, above, inside), limit)
+
+    def prob(self, row: Row, x):
+        """The probability of a logit, uint64, also where min-p removes it: that is after all that top-p keeps."""
+        return fixed_point.prob_of(x, row.reference, row.scale)
 
     @cute.jit
     def narrow(self, smem: SharedStorage, row: Row, found: Range, limit, passes):
@@ -168,7 +172,7 @@ class LastKept:
             last = last + WARP if is_inside(x, rBounds[0], end) else last
         for place in cutlass.range(first, last, WARP, unroll=1):
             x = smem.sPacked[place]
-            prob = kept_prob(row, x)
+            prob = self.prob(row, x)
             for i in cutlass.range_constexpr(PARTS):
                 part_sum = cutlass.Uint64(rSums[i])
                 rSums[i] = part_sum + prob if x >= rBounds[i] else part_sum
@@ -184,27 +188,27 @@ class LastKept:
         self.cluster.barrier()
         low, end = fixed_point.from_ordered_uint(found.low), fixed_point.from_ordered_uint(found.high)
         self.reader.for_each_logit_of(
-            smem, row, row.row_max, partial(is_from, low), partial(self.append_inside, smem, row, low, end)
+            smem, row, row.row_max, partial(is_from, low), partial(self.append_inside, smem, low, end)
         )
         self.cluster.barrier()
         count = cutlass.Int32(self.candidates.count_candidates(smem))
         if self.cluster.rank() == 0:
             self.candidates.gather(smem)
             for i in cutlass.range(thread, count, self.threads, unroll=1):
-                smem.sCandProb[i] = kept_prob(row, smem.sCandX[i])
+                smem.sCandProb[i] = self.prob(row, smem.sCandX[i])
         self.cluster.barrier()
         if self.cluster.rank() == 0:
             self.candidates.write_last_kept(smem, row, count, found.above, limit)
 
     @cute.jit
-    def append_inside(self, smem: SharedStorage, row: Row, low, end, x, token_id):
-        """List x if it is in a range and min-p keeps it. True where shared memory has no space for it."""
-        return self.candidates.append(smem, is_inside(x, low, end) and kept_prob(row, x) > 0, x, token_id)
+    def append_inside(self, smem: SharedStorage, low, end, x, token_id):
+        """List x if it is in a range. True where shared memory has no space for it."""
+        return self.candidates.append(smem, is_inside(x, low, end), x, token_id)
 
     @cute.jit
     def count_ties(self, smem: SharedStorage, row: Row, found: Range, limit):
         """Write what the filters keep, where the range is one logit that many tokens have."""
-        prob = kept_prob(row, fixed_point.from_ordered_uint(found.low))
+        prob = self.prob(row, fixed_point.from_ordered_uint(found.low))
         kept = (limit - found.above + prob - 1) // prob
         removed = cutlass.Uint32(found.inside // prob - kept)
         # Of ties the lowest ids are removed.

@@ -105,15 +105,6 @@ def write_token(row: Row, token_id):
     tokens[row.index] = tokens.element_type(token_id)
 
 
-@cute.jit
-def kept_prob(row: Row, x):
-    """The probability of a logit, uint64; 0 where min-p removes it."""
-    power = fixed_point.prob_power_of(x, row.reference, row.scale)
-    # Exact in float32: the least probability is a float32 times a power of two.
-    power = power if power >= cutlass.Float32(row.min_prob) else cutlass.Float32(0.0)
-    return fixed_point.truncate_to_uint(power, cutlass.Uint64)
-
-
 def write_kept(row: Row, prob_sum, pivot, tie_id):
     """Write what the filters keep of a row (`spec.Kept`). By one thread.
 
