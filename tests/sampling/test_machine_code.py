@@ -16,6 +16,12 @@ KNOWN = {
 }
 # Of the second launch of top-p alone, which no default has yet.
 KNOWN |= {"sm_90a-sampling-float32": 24, "sm_100a-sampling-float32": 8, "sm_103a-sampling-float32": 8}
+# Where the passes over a row that find where top-p ends are in the kernel.
+KNOWN |= {
+    f"{arch}-sampling-{dtype}-kept": stack
+    for arch in ("sm_90a", "sm_100a", "sm_103a")
+    for dtype, stack in (("float32", 40), ("bfloat16", 40), ("float16", 16))
+}
 IDS = [subject.id for subject in sampling_subjects()]
 
 
