@@ -10,6 +10,8 @@ from typing import Any
 # Of a step's program and arguments: the Python interpreter that runs the campaign.
 PYTHON = "{python}"
 SANITIZER = "compute-sanitizer"
+# FlashInfer's sampler would compile while the peer starts.
+VLLMS_SAMPLER = (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,13 @@ def engine(
     most_s: float = 330,
     **more: Any,
 ) -> Step:
-    """Engines of dsl and its best peer.
+    """Engines of dsl and its best peer, which sample by vLLM's own sampler unless `variables` are given.
 
     Args:
         served: options of the plugin, set to `dsl`: kernels that are off by default.
         more: of `Step`, and arguments of the engine.
     """
-    of_step = {key: more.pop(key) for key in ("gpus", "variables") if key in more}
+    of_step = {"variables": VLLMS_SAMPLER} | {key: more.pop(key) for key in ("gpus", "variables") if key in more}
     options = more | ({"additional_config": {"dsl": dict.fromkeys(served, "dsl")}} if served else {})
     words = f"engine --quick --model {model}"
     words += f" --scenarios {scenarios}" if scenarios else ""
@@ -135,8 +137,6 @@ NEW_SEED = 43
 ONE_TO_256 = "b1,b16,b64,b256"
 DRAFTED = "b1,b16,b64,b1-sampled,b16-sampled,b64-sampled"
 LONG = "b64,prefill,prompt-16k,long-b1"
-# FlashInfer's sampler would compile while the peer starts.
-VLLMS_SAMPLER = (("VLLM_USE_FLASHINFER_SAMPLER", "0"),)
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 DRAFT_MODEL = {"method": "draft_model", "model": "llama-draft", "num_speculative_tokens": 4}
 # vLLM's fusion of the all-reduce needs FlashInfer's kernels.
@@ -158,6 +158,7 @@ STEPS = (
         "b1,b64,b256,prefill",
         gpus=2,
         most_s=500,  # FlashInfer may compile
+        variables=(),
         tensor_parallel_size=2,
     ),
     bench(
@@ -176,32 +177,16 @@ STEPS = (
         variables=VLLMS_SAMPLER,
     ),
     # b8 and 16k-b1 take both engines 16 s, by the rates of b1 and prompt-16k on an H200.
-    engine(
-        "llama",
-        "llama-8b",
-        "tokens/s beside FLASH_ATTN, and the cold start",
-        most_s=345,
-        variables=VLLMS_SAMPLER,
-    ),
-    engine("deepseek", "deepseek-v2-lite", "tokens/s beside FLASH_ATTN_MLA", most_s=345, variables=VLLMS_SAMPLER),
-    *(
-        engine(
-            name,
-            name,
-            f"{size} model beside FLASH_ATTN",
-            f"{ONE_TO_256},prefill",
-            most_s=220,
-            variables=VLLMS_SAMPLER,
-        )
-        for name, size in (("qwen3-4b", "a small"), ("qwen3-0.6b", "a smaller"))
-    ),
+    engine("llama", "llama-8b", "tokens/s beside FLASH_ATTN, and the cold start", most_s=345),
+    engine("deepseek", "deepseek-v2-lite", "tokens/s beside FLASH_ATTN_MLA", most_s=345),
+    engine("qwen3-4b", "qwen3-4b", "a small model beside FLASH_ATTN", f"{ONE_TO_256},prefill", most_s=220),
+    engine("qwen3-0.6b", "qwen3-0.6b", "a smaller model beside FLASH_ATTN", f"{ONE_TO_256},prefill", most_s=220),
     engine(
         "drafts-ngram",
         "llama-8b",
         "n-gram drafts beside vLLM's own sampler",
         DRAFTED,
         most_s=260,
-        variables=VLLMS_SAMPLER,
         speculative_config=NGRAM,
     ),
     engine(
@@ -210,7 +195,6 @@ STEPS = (
         "a draft model beside vLLM's own sampler",
         DRAFTED,
         most_s=280,
-        variables=VLLMS_SAMPLER,
         speculative_config=DRAFT_MODEL,
     ),
     engine("fp8-cache", "llama-8b", "an fp8 cache beside FLASH_ATTN's", LONG, most_s=240, kv_cache_dtype="fp8"),

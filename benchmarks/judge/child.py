@@ -29,7 +29,7 @@ MOST_FINDINGS = 8
 CURRENT_HANDLES = {0, 1, 2}
 # As they were before a candidate could replace them.
 CURRENT_STREAM, SYNCHRONIZE = torch.cuda.current_stream, torch.cuda.Stream.synchronize
-CUDA_GRAPH, CAPTURING, ADD = torch.cuda.CUDAGraph, torch.cuda.graph, torch.Tensor.add_
+CUDA_GRAPH, CAPTURING, ZEROS = torch.cuda.CUDAGraph, torch.cuda.graph, torch.zeros
 
 
 class Recorder:
@@ -148,34 +148,30 @@ class Candidate:
 
     def run(self, layers: Sequence[int]) -> dict[str, Any]:
         """Launches on layers, and waits for the current stream alone: work elsewhere is not waited for."""
-        assert self._launch is not None
         if self._recorder is not None:
             self._recorder.begin()
-        for layer in layers:
-            self._launch.run(layer)
+        self._launch_on(layers)
         self._wait()
         if self._recorder is not None:
             self._recorder.account(self._recorder.by_host, self._recorder.by_kernel)
         return {}
 
     def capture(self, layers: int) -> dict[str, Any]:
-        """Gets ready for `replay`: CUDA graphs of all layers, and of a kernel that does nothing, on a GPU."""
+        """Gets ready for `replay`: CUDA graphs of all layers, and of a number that is set, on a GPU."""
         self.run(range(layers))
         self._layers = range(layers)
         if self._on_gpu:
-            number = torch.zeros(1, device="cuda")
-            self._empty_graph = captured(partial(ADD, number, 0))
-            self._held = number
-            self._graph = captured(self._launch_all)
+            self._empty_graph = captured(partial(ZEROS, 1, device="cuda"))
+            self._graph = captured(partial(self._launch_on, self._layers))
         return {}
 
-    def _launch_all(self) -> None:
+    def _launch_on(self, layers: Sequence[int]) -> None:
         assert self._launch is not None
-        for layer in self._layers:
+        for layer in layers:
             self._launch.run(layer)
 
     def replay(self, empty: bool = False) -> dict[str, Any]:
-        """Launches once on each layer. empty: a kernel that does nothing, which shows what the request itself costs.
+        """Launches once on each layer. empty: sets a number, which shows what the request itself costs.
 
         The first request behind those of the judge also has the GPU change from its process to this one.
         """

@@ -3,7 +3,7 @@
 
 A block is one launch on each layer: all layers have other data than in the block before, their outputs are poisoned
 before it and compared after it. So a block cannot be answered from an earlier one, and a clock or an event that a
-candidate replaced changes nothing. What a request costs whose graph has one kernel that does nothing is measured in
+candidate replaced changes nothing. What a request costs whose graph has one kernel that sets a number is measured in
 turn and subtracted.
 """
 

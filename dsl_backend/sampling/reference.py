@@ -133,6 +133,13 @@ def is_greedy(temperature: torch.Tensor) -> torch.Tensor:
     return ~(temperature >= fixed_point.GREEDY_TEMPERATURE)
 
 
+def temperatures_of(given: torch.Tensor | None, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """([rows] temperatures, 1 of greedy rows and where none are given; whether rows are greedy)."""
+    temperature = torch.ones(len(rows), device=rows.device) if given is None else given
+    greedy = is_greedy(temperature)
+    return torch.where(greedy, 1.0, temperature), greedy
+
+
 class Rows(NamedTuple):
     """What tokens are drawn from; tensors [rows, vocab].
 
@@ -176,11 +183,9 @@ def top_p_mask(x: torch.Tensor, prob: torch.Tensor, total: torch.Tensor, top_p: 
 
 def rows_of(logits: torch.Tensor, parameters: Parameters) -> Rows:
     """The rows with the filters applied. Those of greedy rows are off."""
-    x, count, vocab = canonical(logits), *logits.shape
-    ones = torch.ones(count, device=x.device)
-    temperature = ones if parameters.temperature is None else parameters.temperature
-    greedy = is_greedy(temperature)
-    scale = scale_of(torch.where(greedy, 1.0, temperature)).unsqueeze(1)
+    x, vocab = canonical(logits), logits.shape[1]
+    temperature, greedy = temperatures_of(parameters.temperature, x)
+    scale = scale_of(temperature).unsqueeze(1)
     row_max = x.amax(-1, keepdim=True).clamp(max=fixed_point.MAX_LOGIT)
     prob = probs(exponents(x, row_max, scale))
     allowed = torch.ones_like(x, dtype=torch.bool)

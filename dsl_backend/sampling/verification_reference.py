@@ -71,8 +71,7 @@ def draft_probs(values: torch.Tensor, temperature: torch.Tensor | None, known: K
     if known is Known.PROBABILITIES:
         return (values.nan_to_num(0.0).clamp(0.0, 1.0) * float(ONE)).long()
     x = reference.canonical(values)
-    ones = torch.ones(len(x), device=x.device)
-    usual = ones if temperature is None else torch.where(reference.is_greedy(temperature), 1.0, temperature)
+    usual, _ = reference.temperatures_of(temperature, x)
     scale = reference.scale_of(usual).unsqueeze(1)
     row_max = x.amax(-1, keepdim=True).clamp(max=fixed_point.MAX_LOGIT)
     prob = reference.probs(reference.exponents(x, row_max, scale))

@@ -176,21 +176,17 @@ def assert_kept(x: torch.Tensor, parameters: Parameters, kept: Kept) -> None:
     normals = torch.where(prob_sum > 0, verification_reference.normals_of(prob_sum), 0).squeeze(1)
     expected = verification_reference.normalized(prob, prob_sum)
     found = probs_by(x, parameters, kept)
-    for row in (~reference.is_greedy(temperature_of(parameters))).nonzero().flatten().tolist():
+    _, greedy = reference.temperatures_of(parameters.temperature, x)
+    for row in (~greedy).nonzero().flatten().tolist():
         wrong = (found[row] != expected[row]).nonzero().flatten().tolist()
         assert not wrong, f"row {row}: probabilities of {len(wrong)} tokens, the first {wrong[0]}"
         assert kept.normals[row] == normals[row], f"row {row}: a scale of {kept.normals[row]} where {normals[row]} is"
 
 
-def temperature_of(parameters: Parameters) -> torch.Tensor:
-    given = parameters.temperature
-    return torch.ones(len(parameters.seeds), device=parameters.seeds.device) if given is None else given
-
-
 def probs_by(x: torch.Tensor, parameters: Parameters, kept: Kept) -> torch.Tensor:
     """Probabilities in units of 2**-40, int64 [rows, vocab], of rows that are not greedy, by what the filters keep."""
-    x, temperature = reference.canonical(x), temperature_of(parameters)
-    usual = torch.where(reference.is_greedy(temperature), 1.0, temperature)
+    x = reference.canonical(x)
+    usual, _ = reference.temperatures_of(parameters.temperature, x)
     references, scale = kept.references.unsqueeze(1), reference.scale_of(usual).unsqueeze(1)
     prob = reference.probs(reference.exponents(x, references, scale))
     bits = (x + 0.0).view(torch.int32).long() & 0xFFFFFFFF

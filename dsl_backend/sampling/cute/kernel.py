@@ -13,7 +13,7 @@ Or in two, where rows have top-p alone: see `Finish`.
    accepts the token by the sums of the blocks that have a likelier one, or reads these blocks again where their sums do
    not decide it; and once more for each token that it does not accept. Rows with too many candidates are sampled so
    too, after a pass that sums them; `radix_select` finds their k-th largest logit.
-5. Where what the filters keep is returned, `candidates` finds it by the same list. `last_kept` narrows down where top-p
+5. Where what the filters keep is returned, `candidates` finds it by the same list. `last_kept` searches where top-p
    ends in rows without one, and makes such a list of the tokens there.
 
 The same instructions serve SM90 and SM100.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the filters keep of a row whose candidates are not listed: where top-p ends in the order of likelier tokens.
 
-Each pass over the row sums the probabilities from some bounds on, and so narrows down the range of logits in which
+Each pass over the row sums the probabilities from some bounds on, and so refines the range of logits in which
 top-p's limit is reached. Blocks below the range are not read. Once few tokens can be in the range they are listed as
 candidates; more ties than a list holds are counted.
 """
@@ -78,30 +78,31 @@ class LastKept:
         """Write what top-p keeps of the logits from a key on."""
         low, high = lowest, fixed_point.to_ordered_uint(row.row_max) + cutlass.Uint32(1)
         above, inside = cutlass.Uint64(0), cutlass.Uint64(0)
-        passes, narrows, reaches = cutlass.Int32(0), cutlass.Boolean(True), cutlass.Boolean(True)
-        while narrows:
-            low, high, above, inside, reaches = self.narrow(smem, row, Range(low, high, above, inside), limit, passes)
+        passes, searching, reaches = cutlass.Int32(0), cutlass.Boolean(True), cutlass.Boolean(True)
+        while searching:
+            low, high, above, inside, reaches = self.refine(smem, row, Range(low, high, above, inside), limit, passes)
             passes = passes + 1
-            least = self.prob(row, fixed_point.from_ordered_uint(low))
-            fits = inside <= least * cutlass.Uint64(self.max_candidates)
-            narrows = reaches and not fits and high - low > 1
+            fits = self.fits(row, low, inside)
+            searching = reaches and not fits and high - low > 1
         if not reaches:
             # The sum by blocks, of which the limit is a part, may be larger than that of the probabilities.
             if self.cluster.rank() == 0 and cute.arch.thread_idx()[0] == 0:
                 write_kept(row, above, lowest, 0)
+        elif self.fits(row, low, inside):
+            self.list_range(smem, row, Range(low, high, above, inside), limit)
         else:
-            least = self.prob(row, fixed_point.from_ordered_uint(low))
-            if inside <= least * cutlass.Uint64(self.max_candidates):
-                self.list_range(smem, row, Range(low, high, above, inside), limit)
-            else:
-                self.count_ties(smem, row, Range(low, high, above, inside), limit)
+            self.count_ties(smem, row, Range(low, high, above, inside), limit)
+
+    def fits(self, row: Row, low, inside):
+        """Whether a list of candidates holds all tokens of a range, by its sum and its least probability."""
+        return inside <= self.prob(row, fixed_point.from_ordered_uint(low)) * cutlass.Uint64(self.max_candidates)
 
     def prob(self, row: Row, x):
         """The probability of a logit, uint64, also where min-p removes it: that is after all that top-p keeps."""
         return fixed_point.prob_of(x, row.reference, row.scale)
 
     @cute.jit
-    def narrow(self, smem: SharedStorage, row: Row, found: Range, limit, passes):
+    def refine(self, smem: SharedStorage, row: Row, found: Range, limit, passes):
         """The part of a range in which the limit is reached, and whether it is reached at all; a pass over the row.
 
         Where it is not reached, `above` is the sum of all.
