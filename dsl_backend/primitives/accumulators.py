@@ -15,7 +15,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 
 from dsl_backend.primitives.math import f32_to_e4m3
 
-Word = TypeVar("Word", cutlass.Int32, cutlass.Uint32, cutlass.Float32)
+Word = TypeVar("Word", cutlass.Int32, cutlass.Uint32, cutlass.Int64, cutlass.Float32)
 
 
 @dsl_user_op
@@ -24,6 +24,8 @@ def fence_register(value: Word, *, loc=None, ip=None) -> Word:
     kind, of_ir, register = (cutlass.Float32, T.f32(), "f")
     if isinstance(value, cutlass.Int32 | cutlass.Uint32):
         kind, of_ir, register = (type(value), T.i32(), "r")
+    elif isinstance(value, cutlass.Int64):
+        kind, of_ir, register = (cutlass.Int64, T.i64(), "l")
     made = llvm.inline_asm(
         of_ir,
         [value.ir_value(loc=loc, ip=ip)],
@@ -36,6 +38,12 @@ def fence_register(value: Word, *, loc=None, ip=None) -> Word:
         ip=ip,
     )
     return kind(made)
+
+
+def fence_pointer(pointer: cute.Pointer) -> cute.Pointer:
+    """Return the same pointer to global memory, whose address cannot be computed anew behind this point."""
+    address = fence_register(cutlass.Int64(pointer.toint()))
+    return cute.make_ptr(pointer.dtype, address, cute.AddressSpace.gmem, assumed_align=pointer.alignment)
 
 
 def fence_operand(accumulator: cute.Tensor) -> None:

@@ -27,7 +27,7 @@ from dsl_backend.gemm.sm90.scaled_configs import ScaledGemmConfig
 from dsl_backend.gemm.small_m import Received
 from dsl_backend.gemm.tiled import GemmParams
 from dsl_backend.gemm.views import bias_of
-from dsl_backend.primitives.accumulators import fence_operand, fence_register
+from dsl_backend.primitives.accumulators import fence_operand, fence_pointer, fence_register
 from dsl_backend.primitives.copy import store_shared_remote, store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, fma, tree_max
 from dsl_backend.primitives.pipeline import Pipeline, warps
@@ -104,6 +104,9 @@ class ScaledGemm(Gemm):
         self.out_format, self.wide = key.out, key.dtypes.out == torch.float32
         self.group_tiles = config.tiles_of_group(key.out, self.parts)
         self.turns, self.mma_n, self.overlap = config.turns, self.mma_n // config.turns, config.overlap
+        # Of scales that threads load: a stage is awaited beside products of the block before. Between the turns no warp
+        # has given its own stage back yet, so that it may be awaited again.
+        self.waits_early = self.turns > 1
         self.stored_columns = config.stored_columns(self.parts)
         self.epi_tile = (MMA_M, self.stored_columns)
         # The bias is added in the epilogue, behind the scales.
@@ -460,20 +463,29 @@ class ScaledGemm(Gemm):
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
         # Of two blocks: one's are loaded while the other is multiplied. Without a move from one to the other, nothing
         # waits for them before the block that they are of.
-        ahead = [self.scales_of_block(params, row, first_rows, cutlass.min(i, k_tiles - 1)) for i in range(AHEAD)]
+        rows = self.rows_of_scales(params, row, first_rows)
+        ahead = [self.scales_of_block(rows, cutlass.min(i, k_tiles - 1)) for i in range(AHEAD)]
+        if cutlass.const_expr(self.waits_early):
+            pipeline.consumer_wait(start)
         for first in cutlass.range(0, k_tiles, AHEAD, unroll=1):
             for i in cutlass.range_constexpr(AHEAD):
                 k_tile = first + i
                 if k_tile < k_tiles:
-                    pipeline.consumer_wait(start + k_tile)
-                    products = self.scale_products(ahead[i])
+                    if cutlass.const_expr(not self.waits_early):
+                        pipeline.consumer_wait(start + k_tile)
+                    products = None
                     for turn in cutlass.range_constexpr(self.turns):
                         self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False, turn)
                         if cutlass.const_expr(turn == 0):
-                            # Beside products, and not behind the additions: where x is gathered, the next wait has a
-                            # fence, whose MEMBAR waits for loads in flight.
+                            # All of it beside products, and not behind the additions. The wait comes before loads: where
+                            # x is gathered it has a fence, whose MEMBAR waits for loads in flight. Behind the last
+                            # block it is for the stage that the warps have: for a branch in place of it, ptxas (CUDA
+                            # 13.0) put more between the products.
+                            if cutlass.const_expr(self.waits_early):
+                                pipeline.consumer_wait(start + cutlass.min(k_tile + 1, k_tiles - 1))
+                            products = self.scale_products(ahead[i])
                             following = cutlass.min(k_tile + AHEAD, k_tiles - 1)
-                            ahead[i].store(self.scales_of_block(params, row, first_rows, following).load())
+                            ahead[i].store(self.scales_of_block(rows, following).load())
                         wgmma.wait_group(0)
                         fence_operand(acc)
                         if cutlass.const_expr(turn == self.turns - 1):
@@ -602,7 +614,7 @@ class ScaledGemm(Gemm):
         last = cute.ceil_div(params.mX.shape[1], self.block_k) - 1
         first_rows = [self.first_weight_row(params, n_tile, box) for box in range(2)]
         first, _ = self.k_part_of(params)
-        self.weight_scales(params, of_lanes, 0, first_rows, cutlass.min(first + first_block + thread % WARP, last))
+        self.weight_scales(params, of_lanes, first_rows, cutlass.min(first + first_block + thread % WARP, last))
 
     def first_weight_row(self, params: ScaledParams, n_tile, box: int):
         """The first row of weights of a box of a tile."""
@@ -610,24 +622,38 @@ class ScaledGemm(Gemm):
             return box * params.mOut.shape[1] + n_tile * self.box_n
         return (2 * n_tile + box) * self.box_n
 
-    def scales_of_block(self, params: ScaledParams, row, first_rows: list, k_tile) -> cute.Tensor:
-        """The scales of a thread's rows of x, then those of both boxes, in a block of k; any outside.
+    def rows_of_scales(self, params: ScaledParams, row, first_rows: list) -> list[cute.Tensor]:
+        """Scales by block of k: of a thread's rows of x, then of both boxes.
 
         Of a box that may lie in two blocks of rows there are two.
         """
-        scales = cute.make_rmem_tensor(2 * self.mma_tiles_m + 2 * self.box_blocks, cutlass.Float32)
-        for i in range(2 * self.mma_tiles_m):
-            scales[i] = params.mXScale[self.scale_row(params, row, i), k_tile]
-        self.weight_scales(params, scales, 2 * self.mma_tiles_m, first_rows, k_tile)
-        return scales
-
-    def weight_scales(self, params: ScaledParams, scales: cute.Tensor, first: int, first_rows: list, k_tile):
-        """Those of both boxes in a block of k, from scales[first] on."""
-        row_blocks = params.mWeightScale.shape[0]
+        found = [params.mXScale[self.scale_row(params, row, i), None] for i in range(2 * self.mma_tiles_m)]
         for box in range(2):
             for part in range(self.box_blocks):
-                block = cutlass.min(first_rows[box] // GROUP + part, row_blocks - 1)
-                scales[first + box * self.box_blocks + part] = params.mWeightScale[block, k_tile]
+                found.append(params.mWeightScale[self.scale_block(params, first_rows[box], part), None])
+        if not self.waits_early:
+            return found
+        # In registers: ptxas (CUDA 13.0) computed where rows begin anew for each block of k, in 60 instructions between
+        # a stage's arrival and its first product. Other tiles have no registers left.
+        return [cute.make_tensor(fence_pointer(one.iterator), one.layout) for one in found]
+
+    def scales_of_block(self, rows: list[cute.Tensor], k_tile) -> cute.Tensor:
+        """The scales of a block of k, of what `rows_of_scales` returns."""
+        scales = cute.make_rmem_tensor(len(rows), cutlass.Float32)
+        for i, of_row in enumerate(rows):
+            scales[i] = of_row[k_tile]
+        return scales
+
+    def scale_block(self, params: ScaledParams, first_row, part: int):
+        """The block of a weight's rows that a box, or the second part of one, lies in; the last one behind it."""
+        return cutlass.min(first_row // GROUP + part, params.mWeightScale.shape[0] - 1)
+
+    def weight_scales(self, params: ScaledParams, scales: cute.Tensor, first_rows: list, k_tile):
+        """Those of both boxes in a block of k; any outside."""
+        for box in range(2):
+            for part in range(self.box_blocks):
+                block = self.scale_block(params, first_rows[box], part)
+                scales[box * self.box_blocks + part] = params.mWeightScale[block, k_tile]
 
     def scale_products(self, scales: cute.Tensor) -> list:
         """Products of an x's scale and a weight's: [row of a thread][box][block of rows of weights]."""
