@@ -58,7 +58,7 @@ e2e: setup ## Checks against a real vLLM
 	$(PYTHON) -m pytest integration -n $(PYTEST_WORKERS) --dist loadfile -m '$(SELECTION)' $(if $(PART),--part $(PART)) --durations=25 --durations-min=4
 
 emulate-full: setup ## All tests of the emulator and on it, those marked full as well
-	$(PYTHON) -m pytest tests/emulator tests/attention tests/experts tests/gemm tests/judge tests/linear tests/norm tests/primitives tests/sampling tests/softmax -n $(PYTEST_WORKERS)
+	$(PYTHON) -m pytest tests/emulator tests/attention tests/experts tests/gemm tests/judge tests/linear tests/norm tests/primitives tests/quant tests/sampling tests/softmax -n $(PYTEST_WORKERS)
 
 load-demo: setup ## dsl beside vLLM's own backend under load: results and a page in results/
 	$(PYTHON) -m loadtests.compare --model demo --scenario 128-128 chat-shared-prefix --users 1 4 --scale 0.2 \

@@ -171,13 +171,11 @@ MISTAKES = (
     ),
     (
         "to-groups-few",
-        Mistake("the group before", quantise, "scale[row, group] =", "scale[row, group // 2] ="),
+        Mistake("the group before", quantise, "scale[own, group] =", "scale[own, group // 2] ="),
     ),
     (
         "to-groups-few",
-        Mistake(
-            "half of a group decides its scale", quantise, "largest_of(values)), WARP)", "largest_of(values)), 16)"
-        ),
+        Mistake("half of a group decides its scale", quantise, "lane, self.lanes), LEAST", "lane, 16), LEAST"),
     ),
     (
         "few",
