@@ -177,9 +177,9 @@ MISTAKES = [
     ),
     (
         KNOWN["mapped"],
-        Mistake("padding is an expert", routing, "if expert >= 0 and expert < known:", "if expert < known:"),
+        Mistake("padding is an expert", routing, "inside = expert >= 0 and expert < known", "inside = expert < known"),
     ),
-    (KNOWN["mapped"], Mistake("no map", routing, "local = mMap[local]", "local = local % experts")),
+    (KNOWN["mapped"], Mistake("no map", routing, "local = rLocal[0]", "local = local % experts")),
     (SPREAD, Mistake("its own rows are before it", routing, "if other < cta:", "if other <= cta:")),
     (
         SPREAD,
@@ -223,11 +223,11 @@ MISTAKES = [
         Mistake(
             "pairs without an expert count",
             combine,
-            "if local_of(mIds[place], mMap, self.slots.experts) >= 0:",
-            "if place >= 0:",
+            "[local_of(expert, mMap, self.slots.experts) >= 0 for",
+            "[cutlass.Boolean(True) for",
         ),
     ),
-    (RAGGED, Mistake("weights of tokens", combine, "mWeights[place]", "mWeights[token]")),
+    (RAGGED, Mistake("weights of tokens", combine, "mWeights[token * topk + slot]", "mWeights[token]")),
     (
         KNOWN["strides"],
         Mistake("rows of out lie side by side", combine, "mOut.stride[0] + column", "mOut.shape[1] + column"),
@@ -244,7 +244,7 @@ MISTAKES = [
         ),
     ),
     (SHARED, Mistake("a weight of 1", combine, "cutlass.Float32(self.shared_weight)", "cutlass.Float32(1.0)")),
-    (SHARED, Mistake("weights of pairs", combine, "token * self.slots.topk + slot", "token * of_token + slot")),
+    (SHARED, Mistake("weights of pairs", combine, "mWeights[token * topk", "mWeights[token * of_token")),
     (
         SHARED,
         Mistake(

@@ -8,7 +8,7 @@ from dsl_backend.experts.cute.args import ExpertsArgs
 from dsl_backend.experts.cute.key import Slots
 from dsl_backend.experts.cute.routing import flat, local_of
 from dsl_backend.primitives import dependent_launch
-from dsl_backend.primitives.copy import load_vector, store_vector
+from dsl_backend.primitives.copy import load_vector_if, store_vector
 
 THREADS = 128
 VECTOR = 8
@@ -51,23 +51,27 @@ class Combine:
         dependent_launch.wait()
         token, block, _ = cute.arch.block_idx()
         column = (block * THREADS + cute.arch.thread_idx()[0]) * VECTOR
-        if column < mOut.shape[1]:
-            # All loads are on their way before the first one is waited for.
-            of_token = cutlass.const_expr(self.slots.of_token)
-            rMade = cute.make_rmem_tensor((VECTOR, of_token), mMade.element_type)
-            weights = cute.make_rmem_tensor(of_token, cutlass.Float32)
-            rMade.fill(0.0)
-            weights.fill(0.0)
-            for slot in cutlass.range_constexpr(of_token):
-                pair = token * of_token + slot
-                if cutlass.const_expr(slot >= self.slots.topk):
-                    load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade[None, slot])
-                    weights[slot] = cutlass.Float32(self.shared_weight)
-                else:
-                    place = token * self.slots.topk + slot
-                    if local_of(mIds[place], mMap, self.slots.experts) >= 0:
-                        load_vector(mMade.iterator, cutlass.Int64(pair) * mMade.stride[0] + column, rMade[None, slot])
-                        weights[slot] = mWeights[place] if cutlass.const_expr(self.weighted) else cutlass.Float32(1.0)
+        inside = column < mOut.shape[1]
+        of_token = cutlass.const_expr(self.slots.of_token)
+        topk = cutlass.const_expr(self.slots.topk)
+        routed = [mIds[token * topk + slot] for slot in range(topk)]
+        given = [cutlass.Float32(1.0)] * topk
+        if cutlass.const_expr(self.weighted):
+            given = [mWeights[token * topk + slot] for slot in range(topk)]
+        exists = [local_of(expert, mMap, self.slots.experts) >= 0 for expert in routed]
+        exists += [cutlass.Boolean(True)] * self.slots.shared
+        rMade = cute.make_rmem_tensor((VECTOR, of_token), mMade.element_type)
+        weights = cute.make_rmem_tensor(of_token, cutlass.Float32)
+        for slot in cutlass.range_constexpr(of_token):
+            offset = cutlass.Int64(token * of_token + slot) * mMade.stride[0] + column
+            load_vector_if(inside and exists[slot], mMade.iterator, offset, rMade[None, slot], 0)
+            weights[slot] = cutlass.Float32(self.shared_weight)
+            if cutlass.const_expr(slot < topk):
+                # The weight of a slot without an expert may be NaN.
+                weights[slot] = given[slot] if exists[slot] else cutlass.Float32(0.0)
+        # All loads are on their way before the first one is waited for: ptxas would put some behind the first sums.
+        cute.arch.sync_warp()
+        if inside:
             rOut = cute.make_rmem_tensor(VECTOR, mOut.element_type)
             for i in cutlass.range_constexpr(VECTOR):
                 total = cutlass.Float32(0.0)

@@ -18,7 +18,7 @@ from dsl_backend.experts.cute.args import RECORD, ExpertsArgs
 from dsl_backend.experts.cute.key import Slots
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.barrier import cta_barrier
-from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.copy import load_vector_if, store_vector
 from dsl_backend.primitives.scan import warp_inclusive_sum
 from dsl_backend.primitives.schedule import share
 
@@ -57,13 +57,15 @@ def expert_of(routed, mMap: cute.Tensor, pair: cutlass.Int32, slots: cutlass.Con
 def local_of(expert, mMap: cute.Tensor, experts: cutlass.Constexpr[int]):
     """This rank's number of an expert, int32 or int64; -1 where there is none."""
     known = cute.size(mMap) if cutlass.const_expr(mMap is not None) else experts
-    local = cutlass.Int32(-1)
-    if expert >= 0 and expert < known:
-        local = cutlass.Int32(expert)
-        if cutlass.const_expr(mMap is not None):
-            local = mMap[local]
-            if local >= experts:
-                local = cutlass.Int32(-1)
+    inside = expert >= 0 and expert < known
+    local = cutlass.Int32(expert) if inside else cutlass.Int32(-1)
+    if cutlass.const_expr(mMap is not None):
+        # Without a branch: callers have several of these on their way.
+        rLocal = cute.make_rmem_tensor(1, cutlass.Int32)
+        load_vector_if(inside, mMap.iterator, cutlass.Int64(local), rLocal, -1)
+        local = rLocal[0]
+        if local >= experts:
+            local = cutlass.Int32(-1)
     return local
 
 
