@@ -84,7 +84,10 @@ MISTAKES = [
     (
         RAGGED,
         Mistake(
-            "results in the order of rows", sm90_grouped, "targets[i] = self.target_row(params, targets[i])", "pass"
+            "results in the order of rows",
+            sm90_grouped,
+            "target if self.gathers else self.target_row(params, target)",
+            "target",
         ),
     ),
     (RAGGED, Mistake("columns beyond the end", sm90_grouped, " and column < params.mOut.shape[1]:", ":")),

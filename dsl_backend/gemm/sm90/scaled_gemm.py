@@ -477,10 +477,10 @@ class ScaledGemm(Gemm):
                     for turn in cutlass.range_constexpr(self.turns):
                         self.issue(acc, tCrX, tCrW, pipeline, start + k_tile, False, turn)
                         if cutlass.const_expr(turn == 0):
-                            # All of it beside products, and not behind the additions. The wait comes before loads: where
-                            # x is gathered it has a fence, whose MEMBAR waits for loads in flight. Behind the last
-                            # block it is for the stage that the warps have: for a branch in place of it, ptxas (CUDA
-                            # 13.0) put more between the products.
+                            # All of it beside products, and not behind the additions. The wait comes before loads:
+                            # where x is gathered, it has a fence, whose MEMBAR waits for loads in flight. Behind the
+                            # last block it is for the stage that the warps have. With a branch in place of that, ptxas (CUDA
+                            # 13.0) put more instructions between products.
                             if cutlass.const_expr(self.waits_early):
                                 pipeline.consumer_wait(start + cutlass.min(k_tile + 1, k_tiles - 1))
                             products = self.scale_products(ahead[i])
@@ -628,9 +628,10 @@ class ScaledGemm(Gemm):
         Of a box that may lie in two blocks of rows there are two.
         """
         found = [params.mXScale[self.scale_row(params, row, i), None] for i in range(2 * self.mma_tiles_m)]
-        for box in range(2):
-            for part in range(self.box_blocks):
-                found.append(params.mWeightScale[self.scale_block(params, first_rows[box], part), None])
+        blocks = [
+            self.scale_block(params, first_rows[box], part) for box in range(2) for part in range(self.box_blocks)
+        ]
+        found += [params.mWeightScale[block, None] for block in blocks]
         if not self.waits_early:
             return found
         # In registers: ptxas (CUDA 13.0) computed where rows begin anew for each block of k, in 60 instructions between

@@ -20,6 +20,9 @@ from dsl_backend.primitives.pipeline import Pipeline
 class GroupedGemm(GroupedProduct, Gemm):
     """See `experts/cute/grouped.py`."""
 
+    # Where rows of the output go is loaded before they are computed. Products in 16 bits leave no registers for it.
+    looks_up_early = False
+
     def __init__(self, key: ProductKey):
         assert isinstance(key.config, GemmConfig)
         Gemm.__init__(self, gemm_key(key, key.config))
@@ -193,9 +196,12 @@ class GroupedGemm(GroupedProduct, Gemm):
         """
         copy_atom_r2s, thr_copy_r2s, tCrOut = self.epilogue_copy(thread)
         buffers = cutlass.const_expr(self.columns // self.epi_tile[1])
+        rTargets = None
         for i in cutlass.range_constexpr(self.mma_tiles_m * buffers):
             mma_tile, turn = cutlass.const_expr(i // buffers), cutlass.const_expr(i % buffers)
             top = first + mma_tile * MMA_M
+            if cutlass.const_expr(self.looks_up_early and turn == 0):
+                rTargets = self.load_targets(params, work, top, thread, self.epi_tile)
             if top < work.rows:
                 column = work.n_tile * self.columns + turn * self.epi_tile[1]
                 self.convert(params, acc, tCrOut, mma_tile, turn, thread, work, top, column)
@@ -203,7 +209,7 @@ class GroupedGemm(GroupedProduct, Gemm):
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                 cute.copy(copy_atom_r2s, thr_copy_r2s.retile(tCrOut), thr_copy_r2s.partition_D(sOut[None, None, group]))
                 cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
-                self.store_rows(params, sOut[None, None, group], work, top, column, thread, self.epi_tile)
+                self.store_rows(params, sOut[None, None, group], work, top, column, thread, self.epi_tile, rTargets)
 
     @cute.jit
     def convert(
@@ -262,26 +268,54 @@ class GroupedGemm(GroupedProduct, Gemm):
         first_column: cutlass.Int32,
         thread: cutlass.Int32,
         shape: cutlass.Constexpr[tuple[int, int]],
+        rTargets: cute.Tensor = None,
     ):
-        """Staged rows to the output, 16 bytes a thread; where they go is loaded for all of them first.
+        """Staged rows to the output, 16 bytes a thread; all are loaded before the first one is stored.
 
         Args:
             top: the tile's row that is staged first. shape: rows and columns that are staged.
+            rTargets: of `load_targets`, if they were loaded before.
         """
+        if cutlass.const_expr(rTargets is None):
+            rTargets = self.load_targets(params, work, top, thread, shape)
         elements = cutlass.const_expr(VECTOR_BYTES * 8 // self.out_dtype.width)
-        row_vectors = cutlass.const_expr(shape[1] // elements)
-        count = cutlass.const_expr((shape[0] * row_vectors + WARPGROUP - 1) // WARPGROUP)
-        targets = cute.make_rmem_tensor(count, cutlass.Int32)
-        for i in cutlass.range_constexpr(count):
-            place = cutlass.min(top + (thread + i * WARPGROUP) // row_vectors, work.rows - 1)
-            targets[i] = work.first_row + place
-            if cutlass.const_expr(not self.gathers):
-                targets[i] = self.target_row(params, targets[i])
-        rOut = cute.make_rmem_tensor(elements, self.out_dtype)
-        for i in cutlass.range_constexpr(count):
-            row, vector = (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
+        rOut = cute.make_rmem_tensor((elements, cute.size(rTargets)), self.out_dtype)
+        row, vector = self.place_of_vector(thread, 0, shape)
+        staged = cute.group_modes(cute.local_tile(sOut, (1, elements), (row, vector)), 0, 2)
+        # Rows of a thread's vectors are equally far apart where as many threads have each row.
+        step = cutlass.const_expr(WARPGROUP * elements // shape[1] if WARPGROUP * elements % shape[1] == 0 else 0)
+        for i in cutlass.range_constexpr(cute.size(rTargets)):
+            if cutlass.const_expr(step % 8 == 0 and step > 0):
+                # A multiple of a swizzle's rows: one address for all, and none of divisions.
+                distance = cute.crd2idx((i * step, 0), sOut.layout)
+                cute.autovec_copy(cute.make_tensor(staged.iterator + distance, staged.layout), rOut[None, i])
+            else:
+                row, vector = self.place_of_vector(thread, i, shape)
+                place = (cutlass.min(row, shape[0] - 1), vector)
+                cute.autovec_copy(cute.group_modes(cute.local_tile(sOut, (1, elements), place), 0, 2), rOut[None, i])
+        whole = cutlass.const_expr(shape[0] * shape[1] == cute.size(rOut) * WARPGROUP)
+        for i in cutlass.range_constexpr(cute.size(rTargets)):
+            row, vector = self.place_of_vector(thread, i, shape)
             column = first_column + vector * elements
-            if row < shape[0] and top + row < work.rows and column < params.mOut.shape[1]:
-                staged = cute.local_tile(sOut, (1, elements), (row, vector))
-                cute.autovec_copy(cute.group_modes(staged, 0, 2), rOut)
-                self.put_vector(params, rOut, targets[i], column)
+            if cutlass.const_expr(not whole):
+                # No row of the tile.
+                row = row if row < shape[0] else work.rows
+            if top + row < work.rows and column < params.mOut.shape[1]:
+                self.put_vector(params, rOut[None, i], rTargets[i], column)
+
+    def place_of_vector(self, thread, i: int, shape: tuple[int, int]):
+        """(row, vector of it) of a thread's i-th vector of so many staged rows and columns."""
+        row_vectors = shape[1] * self.out_dtype.width // (VECTOR_BYTES * 8)
+        if WARPGROUP % row_vectors == 0:
+            return thread // row_vectors + i * (WARPGROUP // row_vectors), thread % row_vectors
+        return (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
+
+    def load_targets(self, params: GroupedParams, work: WorkTile, top, thread, shape: tuple[int, int]) -> cute.Tensor:
+        """Rows of the output that a thread's staged vectors belong to; of rows that are not there, the last one's."""
+        vectors = shape[0] * shape[1] * self.out_dtype.width // (VECTOR_BYTES * 8)
+        rTargets = cute.make_rmem_tensor((vectors + WARPGROUP - 1) // WARPGROUP, cutlass.Int32)
+        for i in range(cute.size(rTargets)):
+            row, _ = self.place_of_vector(thread, i, shape)
+            target = work.first_row + cutlass.min(top + row, work.rows - 1)
+            rTargets[i] = target if self.gathers else self.target_row(params, target)
+        return rTargets

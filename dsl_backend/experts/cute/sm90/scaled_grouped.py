@@ -41,6 +41,8 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         beside: the first product's output is in 16 bits, and another launch quantises it.
     """
 
+    looks_up_early = True
+
     def __init__(self, key: ProductKey, scaled: ScaledKey[Any], beside: bool):
         ScaledGemm.__init__(self, scaled)
         self.set_up(key)
