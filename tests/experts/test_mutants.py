@@ -90,6 +90,7 @@ MISTAKES = [
             "target",
         ),
     ),
+    (RAGGED, Mistake("a thread's first row alone", sm90_grouped, "crd2idx((i * step, 0)", "crd2idx((0, 0)")),
     (RAGGED, Mistake("columns beyond the end", sm90_grouped, " and column < params.mOut.shape[1]:", ":")),
     (ORDER, Mistake("consumers out of order", sm90_grouped, "self.await_order(tile, group)", "pass")),
     (

@@ -197,6 +197,13 @@ CASES = [
         config=replace(SMALL, box_n=48, cluster=2, turns=2),
     ),
     ScaledEmulated(
+        id="turns-row-major",
+        why="a stage is awaited beside products of the block before; an odd number of blocks, several tiles a CTA",
+        case=replace(BLOCKS, n=400, k=336, row_major=True, bias=True),
+        config=replace(SMALL, box_n=48, turns=2),
+        sms=2,
+    ),
+    ScaledEmulated(
         id="turns-gated",
         why="gate and up in turns; a given scale; several tiles a CTA",
         case=replace(GATED_BLOCKS, to=TENSOR, bias=True),

@@ -66,8 +66,23 @@ MISTAKES = (
         Mistake(
             "the scale of the row above",
             scaled_gemm,
-            "params.mXScale[self.scale_row(params, row, i), k_tile]",
-            "params.mXScale[self.scale_row(params, row, 0), k_tile]",
+            "params.mXScale[self.scale_row(params, row, i), None]",
+            "params.mXScale[self.scale_row(params, row, 0), None]",
+        ),
+    ),
+    (
+        "turns-row-major",
+        Mistake(
+            "the next stage is not awaited",
+            scaled_gemm,
+            "pipeline.consumer_wait(start + cutlass.min(k_tile + 1, k_tiles - 1))",
+            "pass",
+        ),
+    ),
+    (
+        "turns-row-major",
+        Mistake(
+            "behind the last block the next tile's", scaled_gemm, "cutlass.min(k_tile + 1, k_tiles - 1)", "k_tile + 1"
         ),
     ),
     (

@@ -479,8 +479,8 @@ class ScaledGemm(Gemm):
                         if cutlass.const_expr(turn == 0):
                             # All of it beside products, and not behind the additions. The wait comes before loads:
                             # where x is gathered, it has a fence, whose MEMBAR waits for loads in flight. Behind the
-                            # last block it is for the stage that the warps have. With a branch in place of that, ptxas (CUDA
-                            # 13.0) put more instructions between products.
+                            # last block it is for the stage that the warps have. With a branch in place of that, ptxas
+                            # (CUDA 13.0) put more instructions between products.
                             if cutlass.const_expr(self.waits_early):
                                 pipeline.consumer_wait(start + cutlass.min(k_tile + 1, k_tiles - 1))
                             products = self.scale_products(ahead[i])
