@@ -149,8 +149,9 @@ class Quantise:
             at_once = cutlass.max(AT_ONCE // self.lanes // groups, 1)
             step = cute.ceil_div(rows, cutlass.min(cute.ceil_div(rows, at_once), ROWS))
             ctas = cute.ceil_div(step * groups, self.threads // self.lanes)
+        # Told of no CTAs of an SM, ptxas (CUDA 13.0) keeps to 64 registers, and spills.
         self.kernel(x, out, scale, mCount, listed, step).launch(
-            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=True
+            grid=(ctas, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
 
     @cute.kernel
