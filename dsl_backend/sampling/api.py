@@ -57,8 +57,8 @@ def run(
         num_logprobs: how many of the likeliest tokens this step returns; the spec's num_logprobs by default, which is
             the most.
         new_tokens: return the tokens in memory of their own. Otherwise nothing is allocated.
-        kept: return what the filters keep, where the step has filters and the kernel finds it; for a plan of a spec
-            with it.
+        kept: return what the filters keep and what probabilities are normalized with, where the kernel finds it; for a
+            plan of a spec with it. Without filters that is the whole row.
 
     Returns:
         Views of the plan's buffers, which its next step overwrites.
@@ -88,7 +88,7 @@ def run(
     checks.flag("new_tokens", new_tokens)
     checks.flag("kept", kept)
     require(spec.kept or not kept, "kept is asked for: a plan of a spec with kept=True is needed")
-    if not (kept and parameters.has_filters):
+    if not kept:
         out = out._replace(kept=None)
     if new_tokens:
         out = out._replace(tokens=torch.empty_like(out.tokens))

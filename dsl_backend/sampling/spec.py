@@ -46,7 +46,7 @@ class SamplingSpec:
         logprobs_mode: also return a value of each row's token, its rank, and the likeliest tokens.
             PROCESSED_LOGPROBS needs logprobs.
         num_logprobs: how many of the likeliest tokens of each row at most, from 0 to 128; needs logprobs_mode.
-        kept: steps may ask for what the filters keep (`Kept`). Not with values of raw logits.
+        kept: steps may ask for what the filters keep (`Kept`), also without filters. Not with values of raw logits.
 
     Raises:
         InvalidInput: a value is out of range.
@@ -142,7 +142,8 @@ class Kept(NamedTuple):
     """What the filters keep of rows, and what their probabilities are normalized with; tensors [rows].
 
     A token is kept if its logit is above the pivot, or equals it and the id is at least `tie_ids`, and if its
-    probability before normalization is at least `min_probs`, or 0. Of greedy rows nothing is written.
+    probability before normalization is at least `min_probs`, or 0. That is every token of a row without filters. Of
+    greedy rows nothing is written.
 
     Attributes:
         references: float32, the row's largest logit, infinity as the largest number.
@@ -172,8 +173,7 @@ class Sampled(NamedTuple):
             likely ones the lower id first.
         top_logprobs: [rows, 1 + num_logprobs] float32, the values of the spec's logprobs_mode of these ids.
         token_ranks: [rows] int32, how many tokens are at least as likely as the drawn one, itself included.
-        kept: by the filters. None where a step does not ask for it or has no filter, and of kernels that do not find
-            it.
+        kept: by the filters. None where a step does not ask for it, and of kernels that do not find it.
     """
 
     tokens: torch.Tensor

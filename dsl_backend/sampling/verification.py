@@ -113,8 +113,8 @@ def run(
     """Verify a step's drafts. It does not synchronize with the GPU or allocate memory.
 
     Args:
-        drawn: what the sampler drew from the rows' logits. Where distributions are known and rows have filters, with
-            what these keep (`api.run`'s `kept`): launches find it otherwise.
+        drawn: what the sampler drew from the rows' logits. Where distributions are known, with what the filters keep
+            (`api.run`'s `kept`), also of rows without filters: launches find it otherwise.
         parameters: that the sampler drew with. Without distributions they are not read.
         logits: that the sampler drew from, [rows, vocab] of any of its dtypes, at any row stride. Needed where
             distributions are known, and else not read.

@@ -486,6 +486,18 @@ CASES += tuple(
         ("kept-small", TWO, 3, 0, "a vocabulary of three"),
     )
 )
+# Without filters, what their probabilities are normalized with.
+WHOLE = (
+    *(row(), row(t=0), row("apart", t=1), *(row(t=t) for t in (INF, 30, 1e-4, 1e-5, NAN))),
+    *(row(name, t=t) for name in DISTRIBUTIONS[1:] for t in (1, 9)),
+)
+CASES += tuple(
+    SamplingCase(id=id, kind=kind, vocab=vocab, rows=WHOLE, pad=pad, kept=True, why=why)
+    for id, kind, vocab, pad, why in (
+        ("kept-whole", ONE, 1100, 0, "rows without filters, the last block in part"),
+        ("kept-whole-4", FOUR, 1600, 6, "the same of four CTAs, in 16 bits"),
+    )
+)
 CASES += (
     SamplingCase(
         id="kept-16",

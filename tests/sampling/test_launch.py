@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from dsl_backend.testing.sampling import CASES, FINISHED, assert_kept, tensors, 
 from dsl_backend.testing.verification import random_step
 
 H200 = from_arch("sm_90a")
+F16 = torch.float16
 
 
 @pytest.mark.parametrize(
@@ -211,8 +213,52 @@ def test_the_ratio_test_behind_what_filters_keep(
     assert torch.equal(found.counts, counts)
 
 
+@pytest.mark.parametrize(
+    ("known", "dtype"), [(Known.LOGITS, torch.float32), (Known.LOGITS, torch.bfloat16), (Known.PROBABILITIES, F16)]
+)
+def test_the_ratio_test_without_filters_sums_no_row_again(
+    known: Known, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of the definition; with rows of infinite logits and NaN, greedy ones, and the largest temperature."""
+    pytest.importorskip("triton")
+    from dsl_backend.sampling.triton import verification_host
+
+    device = torch.device("cpu")
+    step = random_step(3, known, 1100, device, filters=())
+    logits, temperature = step.logits.to(dtype), step.parameters.temperature
+    assert temperature is not None
+    logits[4, 3::7] = torch.nan
+    logits[9, 600] = torch.inf
+    logits[10, :512] = -torch.inf
+    logits[18] = torch.nan
+    temperature[3], temperature[12], temperature[13], temperature[24] = torch.inf, 1e-5, 0.0, 40.0
+    step = replace(step, logits=logits)
+    summed: list[tuple[Any, ...]] = []
+    sum_rows = verification_host.TritonVerifier.sum_rows
+
+    def recorded(self: verification_host.TritonVerifier, *given: Any) -> None:
+        summed.append(given[2:])
+        sum_rows(self, *given)
+
+    monkeypatch.setattr(verification_host.TritonVerifier, "sum_rows", recorded)
+    with emulator.device(arch="sm_90a", sms=4, schedule="random", strict=True):
+        spec = SamplingSpec(vocab=1100, dtype=dtype, kept=True)
+        sampler = SamplingPlan(spec, H200, len(logits), device, "cute")
+        drawn = api.run(sampler, logits, step.parameters, kept=True)
+    step = replace(step, drawn=drawn)
+    assert drawn.kept is not None
+    assert_kept(logits, step.parameters, drawn.kept)
+    verifier = verification.plan(step.spec, step.drafts.requests, len(logits), device, "triton")
+    found = verification.run(verifier, *step.given, logits)
+    tokens, counts = step.expected()
+    assert torch.equal(found.tokens.long(), tokens)
+    assert torch.equal(found.counts, counts)
+    # Drafts alone.
+    assert summed == ([(1, False)] if known is Known.LOGITS else [])
+
+
 def test_what_filters_keep_is_returned_where_a_step_asks_for_it() -> None:
-    """By a kernel of its own, which a step without filters does not have."""
+    """By a kernel of its own, also without filters."""
     device = torch.device("cpu")
     x = 3 * torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     rows = Parameters(seeds=torch.arange(2), positions=torch.arange(2))
@@ -223,7 +269,10 @@ def test_what_filters_keep_is_returned_where_a_step_asks_for_it() -> None:
         compiled = dict(plan.kernel.functions)
         assert {key.keeps for key in compiled} == {False, True}
         assert api.run(plan, x, filtered).kept is None
-        assert api.run(plan, x, rows, kept=True).kept is None
+        assert api.run(plan, x, rows).kept is None
+        whole = api.run(plan, x, rows, kept=True).kept
+        assert whole is not None
+        assert_kept(x, rows, whole)
         kept = api.run(plan, x, filtered, kept=True).kept
     assert plan.kernel.functions == compiled
     assert kept is not None

@@ -20,6 +20,7 @@ from tests.mistakes import Mistake, compile_again, spoil_methods, spoilt
 # The block of the case of four CTAs has 32 groups, and that of the other one 15.
 TOP_K = {"few-groups": 20, "few-groups-4": 40}
 KEPT = next(case for case in CASES if case.id == "kept")
+WHOLE = next(case for case in CASES if case.id == "kept-whole")
 ONE, FOUR = (replace(case, rows=6 * (any_row(t=30, k=TOP_K[case.id]),)) for case in CASES if case.id in TOP_K)
 FOUND = (
     (Mistake("a bucket too few", candidates, "distance(row, x) <= last", "distance(row, x) < last"), ONE),
@@ -35,6 +36,7 @@ FOUND = (
     (Mistake("a tie too few", last_kept, " + prob - 1) // prob", ") // prob"), KEPT),
     (Mistake("no sum above the range", last_kept, "count, found.above,", "count, cutlass.Uint64(0),"), KEPT),
     (Mistake("the sum by blocks", last_kept, "write_kept(row, above, lowest", "write_kept(row, limit, lowest"), KEPT),
+    (Mistake("half of a row's sum", last_kept, "write_kept(row, limit, fix", "write_kept(row, limit // 2, fix"), WHOLE),
     (Mistake("a part too high", last_kept, "low, reaches = bound,", "low, reaches = bound + 1,"), KEPT),
 )  # fmt: skip
 QUICK = ("a bucket too few", "a tie too few")

@@ -5,15 +5,16 @@ Where only tokens are known, `accept_drafts` is all: one program for each reques
 accepted, and writes the tokens. Where distributions are known there are up to four launches, and rows have programs for
 their blocks. p and q are computed from logits where they are needed, and no row of probabilities is written:
 
-1. `sum_of_blocks`: the largest logit of each block, and the sum of its probabilities below it; of the rows of drafts,
-   and of the drafts' own. They are read once.
+1. `sum_of_blocks`: the largest logit of each block, and the sum of its probabilities below it; of the drafts' logits,
+   and of their rows if need be. They are read once.
 2. `accept_drafts`: normalizes p and q of the drafts by these sums, and tests them.
 3. `rest_of_blocks`: the sums of max(p - q, 0) of each block, for the one row of a request that is drawn again.
 4. `draw_from_rest`: finds the draw's block by these sums, and the token by a second look at that block.
 
-Where rows have filters, p is computed with what the sampler has found that the filters keep of each row (`spec.Kept`).
-Behind a sampler that does not find it, the launches of `logprobs_host.RowSums` come first, and `filter_rows` keeps the
-same. Sums are of integers: no partition changes a bit.
+p is computed with what the sampler has found of each row: what its filters keep, and what it is normalized with
+(`spec.Kept`). The drafts' rows need no sums then. Behind a sampler that does not find it, rows without filters are
+summed with the drafts; of rows with filters the launches of `logprobs_host.RowSums` come first, and `filter_rows` keeps
+the same as the sampler. Sums are of integers: no partition changes a bit.
 """
 
 import triton
@@ -133,19 +134,22 @@ def sum_of_blocks(
     sizes,
     CHUNKS,
     PROBABILITIES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Sum blocks of one draft's row, or of its own: the grid is [requests * max_drafts, programs of a row, kinds].
 
-    Kinds are rows, unless these have filters, and then drafts, unless their probabilities are known.
+    Kinds are rows, where ROWS, and then drafts, unless their probabilities are known.
 
     Args:
         drawn, parameters, drafts, workspace: bundles of `verification_args.py`.
         strides: between rows of the logits, and of the drafts' distributions.
         sizes: (max_drafts, V, draft vocabulary, rows of the workspace).
         CHUNKS: a program has so many times BLOCK logits.
+        ROWS: what rows are normalized with is not known: of rows without filters, behind a sampler that does not
+            return it.
         BLOCKS: a power of two, from V / 512 on: of a row in the workspace.
         OVERLAP: the launches after the first one are programmatic dependent launches.
     """
@@ -157,7 +161,6 @@ def sum_of_blocks(
     if tested:
         exponent_scale = exponent_scale_of(parameters, row)
         first = tl.program_id(1) * CHUNKS
-        ROWS: tl.constexpr = workspace.pivots is None
         if ROWS:
             if tl.program_id(2) == 0:
                 logits = drawn.logits + row * strides[0]
@@ -270,6 +273,7 @@ def test_ratios(
     sizes,
     rows,
     PROBABILITIES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Whether p and q accept the drafts of a request; meaningless where they are not tested.
@@ -289,13 +293,13 @@ def test_ratios(
         references, normals = row_normals(workspace, kept, row, max_rows, tested, exponent_scales, blocks, BLOCKS)
         q_row = (exponent_scales, references, normals)
     q = draft_probs(draft_values(strides[1], drafts, row, tested), ids, draft_V, q_row, PROBABILITIES)
-    if workspace.pivots is not None:
-        references = tl.load(workspace.references + row, mask=tested, other=0.0)
-        normals = tl.load(workspace.normals + row, mask=tested, other=0)
-    else:
+    if ROWS:
         blocks = tl.cdiv(V, DEFINED_BLOCK)
         kept = (workspace.references, workspace.normals)
         references, normals = row_normals(workspace, kept, row, 0, tested, exponent_scales, blocks, BLOCKS)
+    else:
+        references = tl.load(workspace.references + row, mask=tested, other=0.0)
+        normals = tl.load(workspace.normals + row, mask=tested, other=0)
     p_row = (exponent_scales, references, normals)
     p = target_probs(drawn.logits + row * strides[0], ids, V, p_row, workspace, row, tested)
     seeds = tl.load(parameters.seeds + row, mask=tested, other=0)
@@ -313,6 +317,7 @@ def accept_drafts(
     outputs,
     sizes,
     PROBABILITIES: tl.constexpr,
+    ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCKS: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -323,7 +328,7 @@ def accept_drafts(
 
     Args:
         drawn, parameters, drafts, workspace, outputs: bundles of `verification_args.py`.
-        strides, sizes, BLOCKS, OVERLAP: as in `sum_of_blocks`.
+        strides, sizes, ROWS, BLOCKS, OVERLAP: as in `sum_of_blocks`.
         STEPS: a power of two, above max_drafts.
     """
     RATIO: tl.constexpr = drafts.distributions is not None
@@ -340,7 +345,7 @@ def accept_drafts(
     accepted = draft == sampled
     if RATIO:
         rows = draft_rows(parameters, drafts, request, step, max_drafts, V)
-        by_ratio = test_ratios(drawn, strides, parameters, drafts, workspace, sizes, rows, PROBABILITIES, BLOCKS)
+        by_ratio = test_ratios(drawn, strides, parameters, drafts, workspace, sizes, rows, PROBABILITIES, ROWS, BLOCKS)
         accepted = tl.where(rows[2], by_ratio, accepted)
     num_accepted = tl.min(tl.where((step < num_drafts) & accepted, STEPS, step), 0)
     token = tl.sum(tl.where(step == num_accepted, sampled, 0))

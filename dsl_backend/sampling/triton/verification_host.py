@@ -8,7 +8,7 @@ import triton
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.fixed_point import BLOCK
-from dsl_backend.sampling.spec import Parameters, Sampled, kept_buffers
+from dsl_backend.sampling.spec import Kept, Parameters, Sampled, kept_buffers
 from dsl_backend.sampling.triton.args import RowParameters
 from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
 from dsl_backend.sampling.triton.logprobs_host import RowSums
@@ -24,6 +24,8 @@ from dsl_backend.sampling.verification_spec import Drafts, Known, VerificationSp
 
 # Programs of a launch for each SM, from which on a program has several blocks.
 PROGRAMS_OF_SM = 64
+# Of `Kept`, all that is read of rows without filters: these keep every token.
+NORMALIZED_BY = ("references", "normals")
 
 
 class Given(NamedTuple):
@@ -76,11 +78,15 @@ class TritonVerifier:
             bundle = RowDrafts(drafts.inputs, drafts.cu_rows, None, None)
             sizes = (spec.max_drafts, spec.vocab, 0, self.max_rows)
             given = Given(Drawn(drawn.tokens, None), (0, 0), None, bundle, self.workspace, sizes)
-            self.accept(given, outputs, drafts.requests, num_warps=1)
+            self.accept(given, outputs, drafts.requests, False, num_warps=1)
             return
-        is_filtered, workspace = parameters.has_filters, self.workspace
-        if is_filtered:
-            workspace = self.filtered if drawn.kept is None else workspace._replace(**drawn.kept._asdict())
+        has_filters, workspace = parameters.has_filters, self.workspace
+        if drawn.kept is not None:
+            names = Kept._fields if has_filters else NORMALIZED_BY
+            workspace = workspace._replace(**{name: getattr(drawn.kept, name) for name in names})
+        elif has_filters:
+            workspace = self.filtered
+        sums_rows = drawn.kept is None and not has_filters
         given = Given(
             Drawn(drawn.tokens, logits),
             (logits.stride(0), known.values.stride(0)),
@@ -89,12 +95,12 @@ class TritonVerifier:
             workspace,
             (spec.max_drafts, spec.vocab, known.values.shape[1], self.max_rows),
         )
-        kinds = (not is_filtered) + (spec.known is Known.LOGITS)
+        kinds = sums_rows + (spec.known is Known.LOGITS)
         if kinds:
-            self.sum_rows(given, drafts.requests, kinds)
-        if is_filtered and drawn.kept is None:
+            self.sum_rows(given, drafts.requests, kinds, sums_rows)
+        if has_filters and drawn.kept is None:
             self.filter(logits, parameters)
-        self.accept(given, outputs, drafts.requests, num_warps=8, **self.dependent)
+        self.accept(given, outputs, drafts.requests, sums_rows, num_warps=8, **self.dependent)
         self.draw_again(given, outputs, drafts.requests)
 
     def row_parameters(self, parameters: Parameters) -> RowParameters:
@@ -102,7 +108,7 @@ class TritonVerifier:
         temperature = self.filters.ones if parameters.temperature is None else parameters.temperature
         return RowParameters(parameters.seeds, parameters.positions, temperature, None, None, None)
 
-    def sum_rows(self, given: Given, requests: int, kinds: int) -> None:
+    def sum_rows(self, given: Given, requests: int, kinds: int, sums_rows: bool) -> None:
         """The first launch: what drafts' rows and drafts are normalized with."""
         rows, programs = requests * self.spec.max_drafts, triton.cdiv(self.spec.vocab, self.block)
         chunks = min(max(rows * programs * kinds // max(PROGRAMS_OF_SM * self.sms, 1), 1), programs)
@@ -110,6 +116,7 @@ class TritonVerifier:
             *given,
             chunks,
             PROBABILITIES=self.spec.known is Known.PROBABILITIES,
+            ROWS=sums_rows,
             BLOCKS=self.blocks,
             BLOCK=self.block,
             OVERLAP=self.overlap,
@@ -135,13 +142,14 @@ class TritonVerifier:
         rest_of_blocks[requests, triton.cdiv(self.spec.vocab, self.block)](*given, **options)
         draw_from_rest[(requests,)](*given[:-1], outputs, given.sizes, **options)
 
-    def accept(self, given: Given, outputs: VerifiedOutputs, requests: int, **options: Any) -> None:
+    def accept(self, given: Given, outputs: VerifiedOutputs, requests: int, sums_rows: bool, **options: Any) -> None:
         """Launch `accept_drafts`."""
         accept_drafts[(requests,)](
             *given[:-1],
             outputs,
             given.sizes,
             PROBABILITIES=self.spec.known is Known.PROBABILITIES,
+            ROWS=sums_rows,
             STEPS=triton.next_power_of_2(self.spec.max_drafts + 1),
             BLOCKS=self.blocks,
             OVERLAP=self.overlap,
