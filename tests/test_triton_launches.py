@@ -23,7 +23,7 @@ LIMIT_S = 900
 QUICK = (
     *("dense", "batch-invariant", "write-fp8", "linear-plain", "scaled-linear", "experts-mapped"),
     "activated-rows",
-    *("norm", "softmax", "logprobs", "drafts-logits", "drafts-filtered"),
+    *("norm", "softmax", "logprobs", "drafts", "drafts-logits", "drafts-filtered"),
 )
 KERNELS = {
     *("prefill_kernel", "split_kv_kernel", "combine_kernel", "batch_invariant_kernel", "write_kv_kernel"),
@@ -48,7 +48,6 @@ KERNELS = {
         "filter_rows",
         "accept_drafts",
         "rest_of_blocks",
-        "draw_from_rest",
     ),
 }
 
@@ -73,6 +72,12 @@ def check_run(arch: str, names: tuple[str, ...], environment: dict[str, str]) ->
 
 def test_each_kernel_runs(server_environment: dict[str, str]) -> None:
     assert check_run("sm_90a", QUICK, server_environment) == KERNELS
+
+
+def test_programs_that_read_each_others_sums_are_ordered(server_environment: dict[str, str]) -> None:
+    """The emulator sees it if the last program of a request does not acquire what the others stored."""
+    (line,) = told("run", "sm_90a", ("drafts-unordered",), server_environment)
+    assert "data race" in str(line["error"])
 
 
 @pytest.mark.rest

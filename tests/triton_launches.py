@@ -14,10 +14,13 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 
 from dsl_backend.attention import api as attention
 from dsl_backend.attention.plan import Planner
@@ -33,12 +36,14 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.sampling import verification
-from dsl_backend.sampling.verification import Known
+from dsl_backend.sampling.spec import Parameters, Sampled, kept_buffers
+from dsl_backend.sampling.verification import Distributions, Drafts, Known
 from dsl_backend.testing import experts, fuzz, linear, norm, sampling, scaled, softmax
 from dsl_backend.testing.cases import FP16, Case, mla
 from dsl_backend.testing.kv_writes import WriteCase
 from dsl_backend.testing.verification import random_step
 from dsl_backend.vllm_plugin.sampler import row_sampler
+from dsl_backend.vllm_plugin.sampler.verification import Verifier, returns_kept
 from tests.gpu_stand_in import counting, gpu
 
 CPU = torch.device("cpu")
@@ -50,13 +55,31 @@ E5M2 = torch.float8_e5m2
 
 
 def verify_drafts(known: Known, filters: tuple[str, ...] = ()) -> None:
-    """Rows of two blocks."""
+    """Rows of two blocks, and fewer requests with the same plan."""
     step = random_step(0, known, 1100, CPU, filters=filters)
-    tokens, counts = step.expected()
     plan = verification.plan(step.spec, step.drafts.requests, step.drawn.tokens.shape[0], CPU, "triton")
-    found = verification.run(plan, *step.given, step.logits)
-    assert torch.equal(found.tokens.long(), tokens)
-    assert torch.equal(found.counts, counts)
+    for each in (step, step.first(3)):
+        found = verification.run(plan, *each.given, each.logits)
+        tokens, counts = each.expected()
+        assert torch.equal(found.tokens.long(), tokens)
+        assert torch.equal(found.counts, counts)
+
+
+@triton.jit
+def is_last_unordered(arrivals, request, programs):
+    """`verification.is_last`, without the order of what programs store and load."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals + request, 1, sem="relaxed", scope="gpu") == programs - 1
+    if last:
+        tl.store(arrivals + request, 0)
+    return last
+
+
+def verify_drafts_unordered() -> None:
+    from dsl_backend.sampling.triton import verification as kernels
+
+    with mock.patch.object(kernels, "is_last", is_last_unordered):
+        verify_drafts(Known.LOGITS)
 
 
 def sample_with_logprobs() -> None:
@@ -126,6 +149,8 @@ CASES: Mapping[str, Any] = {
     "drafts-probabilities": partial(verify_drafts, Known.PROBABILITIES),
     "drafts-filtered": partial(verify_drafts, Known.LOGITS, ("top_p",)),
 }
+# With a mistake in a kernel, which the emulator has to find.
+MISTAKES: Mapping[str, Any] = {"drafts-unordered": verify_drafts_unordered}
 
 
 @dataclass(frozen=True)
@@ -139,7 +164,7 @@ class Ran:
 
 def run(name: str, target: Target) -> Ran:
     """Launch a case's kernels; where there is an emulator of the target, check the results."""
-    case: Any = CASES[name]
+    case: Any = {**CASES, **MISTAKES}[name]
     emulate = target.known is not None and target.known.name == "sm_90a"
     try:
         with gpu(replace(target, sm_count=SMS) if emulate else target, emulate=emulate) as stand_in:
@@ -260,12 +285,40 @@ def serve_sampling(target: Target) -> Iterator[None]:
                 yield
 
 
+def serve_drafts(known: Known, target: Target) -> Iterator[None]:
+    """Prepare as vLLM's runners do; then steps with and without filters, behind the sampler that serves them."""
+    draw, vocab, drafts = random.Random(0), 1003, 4
+    speculation = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=drafts))
+    verifier = Verifier(SimpleNamespace(device=CPU, max_num_reqs=64, vllm_config=speculation), torch.int64)
+    values = torch.empty(64 * drafts, vocab)
+    verifier.prepare(vocab, torch.bfloat16, values[:1], known)
+    yield
+    kept = returns_kept(vocab, torch.bfloat16, CPU)
+    for _ in range(STEPS):
+        requests = draw.randint(1, 64)
+        cu_rows = torch.tensor([0, *(draw.randint(0, 1 + drafts) for _ in range(requests))]).cumsum(0).int()
+        rows = int(cu_rows[-1])
+        # The vocabulary is padded, but where vLLM has processed the logits.
+        logits = draw.choice((torch.empty(rows, 1024, dtype=torch.bfloat16)[:, :vocab], torch.empty(rows, vocab)))
+        ids, ones = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+        filters = draw.choice(({}, {"top_p": ones}, {"top_k": ids.int()}, {"top_k": ids.int(), "top_p": ones}))
+        verifier.verify(
+            Sampled(ids, kept=kept_buffers(rows, CPU) if kept else None),
+            Parameters(seeds=ids, positions=ids, temperature=ones, **filters),
+            Drafts(inputs=ids.int(), cu_rows=cu_rows, distributions=Distributions(values=values, index=ids)),
+            known,
+            logits,
+        )
+
+
 ENGINES: Mapping[str, Engine] = {
     **{name: partial(serve_attention, case.spec) for name, case in LAYERS.items()},
     "linear": serve_linear,
     "experts": partial(serve_experts, "gpt-oss"),
     "experts-mapped": partial(serve_experts, "mapped"),
     "sampling": serve_sampling,
+    "drafts-logits": partial(serve_drafts, Known.LOGITS),
+    "drafts-probabilities": partial(serve_drafts, Known.PROBABILITIES),
 }
 
 
@@ -296,7 +349,7 @@ def serve(name: str, target: Target) -> Served:
 def main(arguments: Sequence[str]) -> None:
     mode, arch, *names = arguments
     known, does = {"run": (CASES, run), "serve": (ENGINES, serve)}[mode]
-    if unknown := set(names) - set(known):
+    if unknown := set(names) - {*known, *MISTAKES}:
         sys.exit(f"no case {', '.join(sorted(unknown))}: choose from {', '.join(known)}")
     for name in names or known:
         sys.stdout.write(json.dumps(asdict(does(name, from_arch(arch)))) + "\n")

@@ -43,9 +43,11 @@ __all__ = [
 
 
 class Kernel(Protocol):
-    """Verifies the drafts of steps of up to max_rows rows. It owns its workspace."""
+    """Verifies the drafts of steps of up to max_requests requests and max_rows rows. It owns its workspace."""
 
-    def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None: ...
+    def __init__(
+        self, spec: VerificationSpec, target: Target, max_requests: int, max_rows: int, device: torch.device
+    ) -> None: ...
 
     def launch(
         self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
@@ -69,7 +71,7 @@ class VerificationPlan:
         entry = verification_dispatch.choose(spec, target, kernel)
         self.spec, self.max_requests, self.max_rows, self.device = spec, max_requests, max_rows, device
         self.kernel_title = entry.title
-        self.kernel: Kernel = entry.load()(spec, target, max_rows, device)
+        self.kernel: Kernel = entry.load()(spec, target, max_requests, max_rows, device)
         self.results = Verified(
             torch.empty(max_requests, spec.max_drafts + 1, dtype=spec.token_dtype, device=device),
             torch.empty(max_requests, dtype=torch.int32, device=device),

@@ -160,7 +160,9 @@ def verify(
 class ReferenceVerifier:
     """The definition as a kernel, for CPUs."""
 
-    def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: VerificationSpec, target: Target, max_requests: int, max_rows: int, device: torch.device
+    ) -> None:
         self.spec = spec
 
     def launch(

@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -33,6 +33,23 @@ class Step:
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The definition's tokens and counts."""
         return definition.verify(*self.given, self.spec, self.logits)
+
+    def first(self, requests: int) -> "Step":
+        """A step of the first requests alone."""
+        rows, given = int(self.drafts.cu_rows[requests]), self.drafts.distributions
+        return replace(
+            self,
+            drawn=self.drawn.rows(rows),
+            parameters=Parameters(
+                **{name: one[:rows] for name, one in vars(self.parameters).items() if one is not None}
+            ),
+            drafts=Drafts(
+                inputs=self.drafts.inputs[:rows],
+                cu_rows=self.drafts.cu_rows[: requests + 1],
+                distributions=None if given is None else replace(given, index=given.index[:rows]),
+            ),
+            logits=self.logits[:rows],
+        )
 
 
 def cu_rows_of(rows: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -237,7 +237,7 @@ def test_the_ratio_test_without_filters_sums_no_row_again(
     sum_rows = verification_host.TritonVerifier.sum_rows
 
     def recorded(self: verification_host.TritonVerifier, *given: Any) -> None:
-        summed.append(given[2:])
+        summed.append(given[3:])
         sum_rows(self, *given)
 
     monkeypatch.setattr(verification_host.TritonVerifier, "sum_rows", recorded)

@@ -10,6 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from dsl_backend.runtime.target import detect
 from dsl_backend.sampling.triton import verification as kernels
 from dsl_backend.sampling.triton import verification_host as host
@@ -19,14 +22,14 @@ from dsl_backend.testing.verification import Step, random_step
 
 # Of a GPU with which 1300 logits are three blocks, the last one in part.
 SMS, VOCAB = 6, 1300
-NAMES = ("sum_of_blocks", "filter_rows", "accept_drafts", "rest_of_blocks", "draw_from_rest")
+NAMES = ("sum_of_blocks", "filter_rows", "accept_drafts", "rest_of_blocks")
 
 
 def verifier_of(step: Step, device: torch.device) -> host.TritonVerifier:
-    """Whose workspace holds the worst that a step before can leave."""
+    """Whose workspace holds the worst that a step before can leave; only counts of programs are zero."""
     target = replace(detect(device), sm_count=SMS) if device.type == "cpu" else detect(device)
-    verifier = host.TritonVerifier(step.spec, target, len(step.drawn.tokens), device)
-    workspaces = [verifier.filtered]
+    verifier = host.TritonVerifier(step.spec, target, step.drafts.requests, len(step.drawn.tokens), device)
+    workspaces: list[tuple[torch.Tensor | None, ...]] = [verifier.filtered._replace(arrivals=None)]
     if step.spec.known is not Known.TOKENS:
         workspaces.append(verifier.filters.workspace)
     for tensor in (one for workspace in workspaces for one in workspace):
@@ -35,14 +38,15 @@ def verifier_of(step: Step, device: torch.device) -> host.TritonVerifier:
     return verifier
 
 
-def difference(step: Step, device: torch.device) -> list[str]:
-    """What is not the definition's."""
+def difference(step: Step, device: torch.device, verifier: host.TritonVerifier | None = None) -> list[str]:
+    """What is not the definition's, with a new verifier by default."""
+    verifier = verifier or verifier_of(step, device)
     requests = step.drafts.requests
     out = Verified(
         torch.full((requests, step.spec.max_drafts + 1), -7, dtype=step.spec.token_dtype, device=device),
         torch.full((requests,), -7, dtype=torch.int32, device=device),
     )
-    verifier_of(step, device).launch(*step.given, step.logits, out)
+    verifier.launch(*step.given, step.logits, out)
     tokens, counts = step.expected()
     wrong = [] if torch.equal(out.counts, counts) else [f"counts {out.counts.tolist()} for {counts.tolist()}"]
     return wrong if torch.equal(out.tokens.long(), tokens) else [*wrong, f"{out.tokens.tolist()} for {tokens.tolist()}"]
@@ -152,7 +156,7 @@ def test_greedy_requests_have_no_ratio(known: Known, device: torch.device) -> No
 
 
 Launches = dict[str, list[tuple[int, ...]]]
-AFTER_SUMS = {"accept_drafts": (10,), "rest_of_blocks": (10, 3), "draw_from_rest": (10,)}
+REST = {"rest_of_blocks": (10, 3)}
 
 
 class Recorded:
@@ -171,10 +175,10 @@ class Recorded:
     ("known", "filters", "grids"),
     [
         (Known.TOKENS, ("top_k",), {"accept_drafts": (10,)}),
-        (Known.LOGITS, (), {"sum_of_blocks": (40, 3, 2), **AFTER_SUMS}),
-        (Known.PROBABILITIES, (), {"sum_of_blocks": (40, 3, 1), **AFTER_SUMS}),
-        (Known.LOGITS, ("top_p",), {"sum_of_blocks": (40, 3, 1), "filter_rows": (26,), **AFTER_SUMS}),
-        (Known.PROBABILITIES, ("min_p",), {"filter_rows": (26,), **AFTER_SUMS}),
+        (Known.LOGITS, (), {"sum_of_blocks": (40, 3, 2), **REST}),
+        (Known.PROBABILITIES, (), {"sum_of_blocks": (40, 3, 1), **REST}),
+        (Known.LOGITS, ("top_p",), {"sum_of_blocks": (40, 3, 1), "filter_rows": (26,), **REST}),
+        (Known.PROBABILITIES, ("min_p",), {"filter_rows": (26,), "accept_drafts": (10,), **REST}),
     ],
 )
 def test_launches(
@@ -196,7 +200,7 @@ def test_launches(
         pytest.param("sum_of_blocks", lambda grid: (grid[0], grid[1] - 1, grid[2]), id="a block's sum is missing"),
         pytest.param("sum_of_blocks", lambda grid: (*grid[:2], 1), id="the drafts' sums are missing"),
         pytest.param("rest_of_blocks", lambda grid: (grid[0], grid[1] - 1), id="a sum of the rest is missing"),
-        pytest.param("draw_from_rest", lambda grid: None, id="no second draw"),
+        pytest.param("rest_of_blocks", lambda grid: None, id="no second draw"),
     ],
 )
 def test_a_launch_that_does_less_is_found(
@@ -220,13 +224,61 @@ def test_a_mistake_of_filtered_rows_is_found(
 ) -> None:
     """The sum of what is kept, the least probability, the last logit, and the first of its ties."""
     step = rounded(random_step(2, Known.LOGITS, 300, device, filters=filters))
-    accept = host.TritonVerifier.accept
+    sum_rows = host.TritonVerifier.sum_rows
 
-    def with_mistake(self: host.TritonVerifier, given: Any, *rest: Any, **options: Any) -> None:
+    def with_mistake(self: host.TritonVerifier, given: Any, *rest: Any) -> None:
         wrong = getattr(given.workspace, name)[: len(step.logits)]
         # Tokens just below a least probability are drawn too seldom to be seen.
         wrong.copy_({"tie_ids": wrong * 0, "min_probs": wrong * 16}.get(name, wrong // 2))
-        accept(self, given, *rest, **options)
+        sum_rows(self, given, *rest)
 
-    monkeypatch.setattr(host.TritonVerifier, "accept", with_mistake)
+    monkeypatch.setattr(host.TritonVerifier, "sum_rows", with_mistake)
     assert difference(step, device) != []
+
+
+def steps_differ(known: Known, device: torch.device) -> list[str]:
+    """What is not the definition's in steps of one verifier: of all requests, of one without rows too, of all again."""
+    step = random_step(0, known, VOCAB, device, filters=())
+    verifier, wrong = verifier_of(step, device), []
+    for requests in (10, 2, 10, 1):
+        wrong += difference(step.first(requests), device, verifier)
+        arrivals = verifier.workspace.arrivals
+        if arrivals.any():
+            wrong.append(f"{arrivals.tolist()} programs stay counted behind {requests} requests")
+    return wrong
+
+
+@pytest.mark.parametrize("known", [Known.LOGITS, Known.PROBABILITIES])
+def test_steps_of_other_numbers_of_requests(known: Known, device: torch.device) -> None:
+    assert steps_differ(known, device) == []
+
+
+def test_requests_without_rows(device: torch.device) -> None:
+    """As padded steps of CUDA graphs have them: beside others, and no others."""
+    step = random_step(0, Known.LOGITS, VOCAB, device, filters=())
+    some = step.first(4)
+    none = replace(some.first(0), drafts=replace(some.first(0).drafts, cu_rows=torch.zeros_like(some.drafts.cu_rows)))
+    verifier = verifier_of(step, device)
+    padded = torch.cat([some.drafts.cu_rows, some.drafts.cu_rows[-1:].expand(6)])
+    for each in (replace(some, drafts=replace(some.drafts, cu_rows=padded)), none, step):
+        assert difference(each, device, verifier) == []
+
+
+@triton.jit
+def stays_counted(arrivals, request, programs):
+    return tl.atomic_add(arrivals + request, 1) == programs - 1
+
+
+@triton.jit
+def is_first(arrivals, request, programs):
+    before = tl.atomic_add(arrivals + request, 1)
+    if before == programs - 1:
+        tl.store(arrivals + request, 0)
+    return before == 0
+
+
+@pytest.mark.parametrize("mistake", [stays_counted, is_first])
+def test_a_mistake_of_the_last_program_is_found(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, which has programs in order."""
+    monkeypatch.setattr(kernels, "is_last", mistake)
+    assert steps_differ(Known.LOGITS, torch.device("cpu")) != []

@@ -52,7 +52,9 @@ class CuteVerifier:
     The kernel of the sampler's default types, and of vLLM's, is compiled here; others at their first launch.
     """
 
-    def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: VerificationSpec, target: Target, max_requests: int, max_rows: int, device: torch.device
+    ) -> None:
         self.spec, self.target = spec, target
         self.functions: dict[VerifyKey, Function] = {}
         self.function(key_of(spec))

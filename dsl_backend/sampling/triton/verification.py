@@ -2,14 +2,16 @@
 """Verification of drafts in Triton.
 
 Where only tokens are known, `accept_drafts` is all: one program for each request finds the first draft that is not
-accepted, and writes the tokens. Where distributions are known there are up to four launches, and rows have programs for
-their blocks. p and q are computed from logits where they are needed, and no row of probabilities is written:
+accepted, and writes the tokens. Where distributions are known there are two launches, and rows have programs for their
+blocks. p and q are computed from logits where they are needed, and no row of probabilities is written:
 
 1. `sum_of_blocks`: the largest logit of each block, and the sum of its probabilities below it; of the drafts' logits,
-   and of their rows if need be. They are read once.
-2. `accept_drafts`: normalizes p and q of the drafts by these sums, and tests them.
-3. `rest_of_blocks`: the sums of max(p - q, 0) of each block, for the one row of a request that is drawn again.
-4. `draw_from_rest`: finds the draw's block by these sums, and the token by a second look at that block.
+   and of their rows if need be. They are read once. The last program of a request normalizes p and q of its drafts by
+   these sums, and tests them. Where nothing is left to sum, `accept_drafts` is launched in place of this.
+2. `rest_of_blocks`: the sums of max(p - q, 0) of each block, for the one row of a request that is drawn again. The
+   request's last program finds the draw's block by these sums, and the token by a second look at that block.
+
+No program waits for another one: the last one that arrives goes on.
 
 p is computed with what the sampler has found of each row: what its filters keep, and what it is normalized with
 (`spec.Kept`). The drafts' rows need no sums then. Behind a sampler that does not find it, rows without filters are
@@ -46,8 +48,26 @@ from dsl_backend.sampling.triton.logprobs import block_masses, last_kept, row_of
 RATIO_TEST = tl.constexpr(verification_random.RATIO_TEST)
 RESIDUAL = tl.constexpr(verification_random.RESIDUAL)
 NO_TOKEN = tl.constexpr(-1)
-# Sums of blocks that a request's program adds at a time, of all its drafts.
-SUMS_AT_ONCE = tl.constexpr(2048)
+# Sums of blocks that a warp adds at a time, of all drafts of a request. With 256 the launch that sums has 72 to 96
+# registers a thread, with 128 it has 56 to 62, and 40 without the test of drafts (128256 logits, ptxas 13.4 for SM90).
+SUMS_OF_WARP = 128
+
+
+@triton.jit
+def is_last(arrivals, request, programs):
+    """Whether all other programs of a request have come here: what they stored before may be loaded then, from L2.
+
+    Args:
+        arrivals: pointer to the requests' counts, zero before the first program and after the last one.
+        programs: of the request, that come here.
+    """
+    # The count is one thread's: before it come the stores of all.
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + request, 1, sem="acq_rel", scope="gpu")
+    last = before == programs - 1
+    if last:
+        tl.store(arrivals + request, 0)
+    return last
 
 
 @triton.jit
@@ -124,58 +144,6 @@ def sum_blocks(values, V, exponent_scale, maxima, masses, chunk, BLOCK: tl.const
     tl.store(masses + block, mass_sum, mask=mask)
 
 
-@triton.jit(do_not_specialize=["CHUNKS"])
-def sum_of_blocks(
-    drawn,
-    strides,
-    parameters,
-    drafts,
-    workspace,
-    sizes,
-    CHUNKS,
-    PROBABILITIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Sum blocks of one draft's row, or of its own: the grid is [requests * max_drafts, programs of a row, kinds].
-
-    Kinds are rows, where ROWS, and then drafts, unless their probabilities are known.
-
-    Args:
-        drawn, parameters, drafts, workspace: bundles of `verification_args.py`.
-        strides: between rows of the logits, and of the drafts' distributions.
-        sizes: (max_drafts, V, draft vocabulary, rows of the workspace).
-        CHUNKS: a program has so many times BLOCK logits.
-        ROWS: what rows are normalized with is not known: of rows without filters, behind a sampler that does not
-            return it.
-        BLOCKS: a power of two, from V / 512 on: of a row in the workspace.
-        OVERLAP: the launches after the first one are programmatic dependent launches.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-    max_drafts, V, draft_V, max_rows = sizes
-    program = tl.program_id(0)
-    row, _, tested = draft_rows(parameters, drafts, program // max_drafts, program % max_drafts, max_drafts, V)
-    if tested:
-        exponent_scale = exponent_scale_of(parameters, row)
-        first = tl.program_id(1) * CHUNKS
-        if ROWS:
-            if tl.program_id(2) == 0:
-                logits = drawn.logits + row * strides[0]
-                maxima, masses = workspace.maxima + row * BLOCKS, workspace.masses + row * BLOCKS
-                for chunk in range(first, first + CHUNKS):
-                    sum_blocks(logits, V, exponent_scale, maxima, masses, chunk, BLOCK)
-        if not PROBABILITIES:
-            if tl.program_id(2) == (1 if ROWS else 0):
-                values, at = draft_values(strides[1], drafts, row, tested), (max_rows + row) * BLOCKS
-                for chunk in range(first, first + CHUNKS):
-                    sum_blocks(
-                        values, draft_V, exponent_scale, workspace.maxima + at, workspace.masses + at, chunk, BLOCK
-                    )
-
-
 @triton.jit
 def filter_rows(
     logits_ptr,
@@ -226,7 +194,7 @@ def filter_rows(
 
 
 @triton.jit
-def row_normals(workspace, kept, row, first, tested, exponent_scales, blocks, BLOCKS: tl.constexpr):
+def row_normals(workspace, kept, row, first, tested, exponent_scales, blocks, SUMS: tl.constexpr, BLOCKS: tl.constexpr):
     """(references, scales of probabilities) of rows whose blocks are summed, which are kept for later launches too.
 
     Args:
@@ -237,14 +205,15 @@ def row_normals(workspace, kept, row, first, tested, exponent_scales, blocks, BL
         blocks: that a row has.
     """
     at = first + row
-    most: tl.constexpr = SUMS_AT_ONCE // at.shape[0]
+    most: tl.constexpr = SUMS // at.shape[0]
     COLUMNS: tl.constexpr = BLOCKS if most > BLOCKS else most
     # Reduced behind the loop: Triton 3.8 does not compile a maximum that is carried from a reduction to the next one.
     column_max = tl.full([at.shape[0], COLUMNS], NEG_INF, tl.float32)
     for base in range(0, blocks, COLUMNS):
         block = base + tl.arange(0, COLUMNS)
         mask = tested[:, None] & (block < blocks)[None, :]
-        maxima = tl.load(workspace.maxima + at[:, None] * BLOCKS + block[None, :], mask=mask, other=NEG_INF)
+        offsets = at[:, None] * BLOCKS + block[None, :]
+        maxima = tl.load(workspace.maxima + offsets, mask=mask, other=NEG_INF, cache_modifier=".cg")
         column_max = tl.maximum(column_max, maxima)
     row_max = tl.max(column_max, 1)
     references = tl.minimum(row_max, MAX_LOGIT)
@@ -253,9 +222,10 @@ def row_normals(workspace, kept, row, first, tested, exponent_scales, blocks, BL
         block = base + tl.arange(0, COLUMNS)
         mask = tested[:, None] & (block < blocks)[None, :]
         offsets = at[:, None] * BLOCKS + block[None, :]
-        maxima = tl.load(workspace.maxima + offsets, mask=mask, other=NEG_INF)
+        maxima = tl.load(workspace.maxima + offsets, mask=mask, other=NEG_INF, cache_modifier=".cg")
         weights = prob_of(tl.minimum(maxima, MAX_LOGIT), references[:, None], exponent_scales[:, None])
-        prob_sums += tl.sum(weighted(tl.load(workspace.masses + offsets, mask=mask, other=0), weights), 1)
+        masses = tl.load(workspace.masses + offsets, mask=mask, other=0, cache_modifier=".cg")
+        prob_sums += tl.sum(weighted(masses, weights), 1)
     # Without a logit above -inf all probabilities are 0.
     normals = tl.where(row_max > NEG_INF, normal_of(prob_sums), 0)
     tl.store(kept[0] + row, references, mask=tested)
@@ -274,6 +244,7 @@ def test_ratios(
     rows,
     PROBABILITIES: tl.constexpr,
     ROWS: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """Whether p and q accept the drafts of a request; meaningless where they are not tested.
@@ -290,13 +261,13 @@ def test_ratios(
     if not PROBABILITIES:
         blocks = tl.cdiv(draft_V, DEFINED_BLOCK)
         kept = (workspace.draft_references, workspace.draft_normals)
-        references, normals = row_normals(workspace, kept, row, max_rows, tested, exponent_scales, blocks, BLOCKS)
+        references, normals = row_normals(workspace, kept, row, max_rows, tested, exponent_scales, blocks, SUMS, BLOCKS)
         q_row = (exponent_scales, references, normals)
     q = draft_probs(draft_values(strides[1], drafts, row, tested), ids, draft_V, q_row, PROBABILITIES)
     if ROWS:
         blocks = tl.cdiv(V, DEFINED_BLOCK)
         kept = (workspace.references, workspace.normals)
-        references, normals = row_normals(workspace, kept, row, 0, tested, exponent_scales, blocks, BLOCKS)
+        references, normals = row_normals(workspace, kept, row, 0, tested, exponent_scales, blocks, SUMS, BLOCKS)
     else:
         references = tl.load(workspace.references + row, mask=tested, other=0.0)
         normals = tl.load(workspace.normals + row, mask=tested, other=0)
@@ -308,7 +279,7 @@ def test_ratios(
 
 
 @triton.jit
-def accept_drafts(
+def accept(
     drawn,
     strides,
     parameters,
@@ -316,26 +287,19 @@ def accept_drafts(
     workspace,
     outputs,
     sizes,
+    request,
     PROBABILITIES: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
+    SUMS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """Write the tokens of one request and their number.
+    """Write the tokens of one request and their number. Arguments as in `sum_of_blocks`.
 
     Where distributions are known, the last token is the drawn one here; the workspace says where it is drawn again.
-
-    Args:
-        drawn, parameters, drafts, workspace, outputs: bundles of `verification_args.py`.
-        strides, sizes, ROWS, BLOCKS, OVERLAP: as in `sum_of_blocks`.
-        STEPS: a power of two, above max_drafts.
     """
     RATIO: tl.constexpr = drafts.distributions is not None
-    if RATIO:
-        after_the_last_launch(OVERLAP)
     max_drafts, V, _draft_V, _max_rows = sizes
-    request = tl.program_id(0)
     first = tl.load(drafts.cu_rows + request).to(tl.int64)
     # -1 for a request without rows.
     num_drafts = tl.minimum(tl.load(drafts.cu_rows + request + 1) - first - 1, max_drafts).to(tl.int32)
@@ -345,13 +309,15 @@ def accept_drafts(
     accepted = draft == sampled
     if RATIO:
         rows = draft_rows(parameters, drafts, request, step, max_drafts, V)
-        by_ratio = test_ratios(drawn, strides, parameters, drafts, workspace, sizes, rows, PROBABILITIES, ROWS, BLOCKS)
+        by_ratio = test_ratios(
+            drawn, strides, parameters, drafts, workspace, sizes, rows, PROBABILITIES, ROWS, SUMS, BLOCKS
+        )
         accepted = tl.where(rows[2], by_ratio, accepted)
     num_accepted = tl.min(tl.where((step < num_drafts) & accepted, STEPS, step), 0)
     token = tl.sum(tl.where(step == num_accepted, sampled, 0))
     if RATIO:
         again = tl.sum((rows[2] & (step == num_accepted)).to(tl.int32), 0) > 0
-        tl.store(workspace.again + first, tl.where(again, num_accepted, NO_TOKEN), mask=num_drafts >= 0)
+        tl.store(workspace.again + request, tl.where(again, num_accepted, NO_TOKEN))
     written = tl.where(step < num_accepted, draft, tl.where(step == num_accepted, token, NO_TOKEN))
     written = tl.where(num_drafts < 0, NO_TOKEN, written)
     tl.store(outputs.tokens + request * (max_drafts + 1) + step, written, mask=step <= max_drafts)
@@ -359,12 +325,110 @@ def accept_drafts(
 
 
 @triton.jit
+def accept_drafts(
+    drawn,
+    strides,
+    parameters,
+    drafts,
+    workspace,
+    outputs,
+    sizes,
+    STEPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Write the tokens of each request and their number, where there is nothing to sum: the grid is [requests].
+
+    That is where tokens alone are known; or the drafts' probabilities, and what the rows are normalized with.
+
+    Args:
+        drawn, parameters, drafts, workspace, outputs: bundles of `verification_args.py`.
+        strides: between rows of the logits, and of the drafts' distributions.
+        sizes: (max_drafts, V, draft vocabulary, rows of the workspace).
+        STEPS: a power of two, above max_drafts.
+        OVERLAP: the launches after the first one are programmatic dependent launches.
+    """
+    if drafts.distributions is not None:
+        after_the_last_launch(OVERLAP)
+    request = tl.program_id(0)
+    # The last two arguments are of sums.
+    accept(drawn, strides, parameters, drafts, workspace, outputs, sizes, request, True, False, STEPS, STEPS, 1)
+
+
+@triton.jit(do_not_specialize=["CHUNKS"])
+def sum_of_blocks(
+    drawn,
+    strides,
+    parameters,
+    drafts,
+    workspace,
+    outputs,
+    sizes,
+    CHUNKS,
+    PROBABILITIES: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Sum blocks of one draft's row, or of its own: the grid is [requests * max_drafts, programs of a row, kinds].
+
+    Kinds are rows, where ROWS, and then drafts, unless their probabilities are known. The last program of a request
+    writes its tokens. Arguments as in `accept_drafts`.
+
+    Args:
+        CHUNKS: a program has so many times BLOCK logits.
+        ROWS: what rows are normalized with is not known: of rows without filters, behind a sampler that does not
+            return it.
+        SUMS: a power of two, from STEPS on: sums of blocks that are added at a time.
+        BLOCKS: a power of two, from V / 512 on: of a row in the workspace.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    max_drafts, V, draft_V, max_rows = sizes
+    request = tl.program_id(0) // max_drafts
+    row, _, tested = draft_rows(parameters, drafts, request, tl.program_id(0) % max_drafts, max_drafts, V)
+    if tested:
+        exponent_scale = exponent_scale_of(parameters, row)
+        first = tl.program_id(1) * CHUNKS
+        if ROWS:
+            if tl.program_id(2) == 0:
+                logits = drawn.logits + row * strides[0]
+                maxima, masses = workspace.maxima + row * BLOCKS, workspace.masses + row * BLOCKS
+                for chunk in range(first, first + CHUNKS):
+                    sum_blocks(logits, V, exponent_scale, maxima, masses, chunk, BLOCK)
+        if not PROBABILITIES:
+            if tl.program_id(2) == (1 if ROWS else 0):
+                values, at = draft_values(strides[1], drafts, row, tested), (max_rows + row) * BLOCKS
+                for chunk in range(first, first + CHUNKS):
+                    sum_blocks(
+                        values, draft_V, exponent_scale, workspace.maxima + at, workspace.masses + at, chunk, BLOCK
+                    )
+    # Of drafts that are not tested as well, and of those that a request does not have.
+    if is_last(workspace.arrivals, request, max_drafts * tl.num_programs(1) * tl.num_programs(2)):
+        accept(
+            drawn,
+            strides,
+            parameters,
+            drafts,
+            workspace,
+            outputs,
+            sizes,
+            request,
+            PROBABILITIES,
+            ROWS,
+            STEPS,
+            SUMS,
+            BLOCKS,
+        )
+
+
+@triton.jit
 def drawn_again(drafts, workspace, request):
     """(the row of a request that is drawn again, its draft's number; -1 if there is none)."""
-    first = tl.load(drafts.cu_rows + request).to(tl.int64)
-    has_rows = first < tl.load(drafts.cu_rows + request + 1)
-    step = tl.load(workspace.again + first, mask=has_rows, other=NO_TOKEN)
-    return first + step, step
+    step = tl.load(workspace.again + request)
+    return tl.load(drafts.cu_rows + request).to(tl.int64) + step, step
 
 
 @triton.jit
@@ -388,6 +452,7 @@ def rest_of_blocks(
     parameters,
     drafts,
     workspace,
+    outputs,
     sizes,
     PROBABILITIES: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -396,51 +461,34 @@ def rest_of_blocks(
 ):
     """Sum max(p - q, 0) of one block of the row that is drawn again: the grid is [requests, blocks of a row].
 
-    The sums take the place of the row's masses. Arguments as in `accept_drafts`.
+    The sums take the place of the row's masses. The last program of a request draws its last token from max(p - q, 0);
+    where that is zero, the drawn token stays. Arguments as in `accept_drafts`.
 
     Args:
+        BLOCKS: as in `sum_of_blocks`.
         BLOCK: logits of a program.
     """
-    after_the_last_launch(OVERLAP)
-    row, step = drawn_again(drafts, workspace, tl.program_id(0))
+    if OVERLAP:
+        gdc_wait()
+    max_drafts, _V, _draft_V, _max_rows = sizes
+    request = tl.program_id(0)
+    # All programs of a request go on, or none of them.
+    row, step = drawn_again(drafts, workspace, request)
     if step >= 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
         tl.store(workspace.masses + row * BLOCKS + tl.program_id(1), tl.sum(rest, 0))
-
-
-@triton.jit
-def draw_from_rest(
-    drawn,
-    strides,
-    parameters,
-    drafts,
-    workspace,
-    outputs,
-    sizes,
-    PROBABILITIES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Draw the last token of one request from max(p - q, 0); where that is zero, the drawn token stays.
-
-    Arguments as in `accept_drafts`.
-    """
-    if OVERLAP:
-        gdc_wait()
-    max_drafts, V, _draft_V, _max_rows = sizes
-    row, step = drawn_again(drafts, workspace, tl.program_id(0))
-    if step >= 0:
-        blocks = tl.arange(0, BLOCKS)
-        sums = tl.load(workspace.masses + row * BLOCKS + blocks, mask=blocks < tl.cdiv(V, BLOCK), other=0)
-        total = tl.sum(sums, 0)
-        if total > 0:
-            bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RESIDUAL, 0)
-            target = multiply_high(bits, total)
-            block = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
-            before = tl.sum(tl.where(blocks < block, sums, 0), 0)
-            ids = block * BLOCK + tl.arange(0, BLOCK)
-            rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
-            token = tl.min(tl.where(before + tl.cumsum(rest, 0) > target, ids, NO_ID), 0)
-            tl.store(outputs.tokens + tl.program_id(0) * (max_drafts + 1) + step, token)
+        if is_last(workspace.arrivals, request, tl.num_programs(1)):
+            blocks = tl.arange(0, BLOCKS)
+            mask = blocks < tl.num_programs(1)
+            sums = tl.load(workspace.masses + row * BLOCKS + blocks, mask=mask, other=0, cache_modifier=".cg")
+            total = tl.sum(sums, 0)
+            if total > 0:
+                bits = random_bits(tl.load(parameters.seeds + row), tl.load(parameters.positions + row) + RESIDUAL, 0)
+                target = multiply_high(bits, total)
+                block = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
+                before = tl.sum(tl.where(blocks < block, sums, 0), 0)
+                ids = block * BLOCK + tl.arange(0, BLOCK)
+                rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
+                token = tl.min(tl.where(before + tl.cumsum(rest, 0) > target, ids, NO_ID), 0)
+                tl.store(outputs.tokens + request * (max_drafts + 1) + step, token)

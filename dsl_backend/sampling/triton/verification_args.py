@@ -36,8 +36,10 @@ class Workspace(NamedTuple):
         references: float32 [rows].
         normals: int64 [rows], 2**62 / the sum of the row's probabilities.
         draft_references, draft_normals: the same of rows' drafts; None where probabilities are known.
-        again: int32 [rows], at each request's first row: the number of accepted drafts if the token after them is drawn
-            again, from max(p - q, 0); else -1.
+        again: int32 [requests], the number of accepted drafts if the token after them is drawn again, from
+            max(p - q, 0); else -1.
+        arrivals: int32 [requests], how many programs of a request have ended their part of a launch. Zero between
+            launches.
         pivots: int64 [rows], the least logit that top-k and top-p keep, as `to_ordered_uint`; None without filters.
         tie_ids: int32 [rows], the first one of its ties that is kept.
         min_probs: int64 [rows], the least probability that min-p keeps.
@@ -50,6 +52,7 @@ class Workspace(NamedTuple):
     draft_references: Any
     draft_normals: Any
     again: Any
+    arrivals: Any
     pivots: Any
     tie_ids: Any
     min_probs: Any

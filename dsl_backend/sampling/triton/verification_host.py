@@ -13,8 +13,8 @@ from dsl_backend.sampling.triton.args import RowParameters
 from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
 from dsl_backend.sampling.triton.logprobs_host import RowSums
 from dsl_backend.sampling.triton.verification import (
+    SUMS_OF_WARP,
     accept_drafts,
-    draw_from_rest,
     filter_rows,
     rest_of_blocks,
     sum_of_blocks,
@@ -24,6 +24,9 @@ from dsl_backend.sampling.verification_spec import Drafts, Known, VerificationSp
 
 # Programs of a launch for each SM, from which on a program has several blocks.
 PROGRAMS_OF_SM = 64
+# Of a thread of `rest_of_blocks` with filters. ptxas takes 128 otherwise. With 96 it spills nothing either (13.4, for
+# SM90 and SM100, 32000 to 201088 logits).
+MAX_REGISTERS = 96
 # Of `Kept`, all that is read of rows without filters: these keep every token.
 NORMALIZED_BY = ("references", "normals")
 
@@ -42,10 +45,13 @@ class Given(NamedTuple):
 class TritonVerifier:
     """Verification on any CUDA device, or in Triton's interpreter."""
 
-    def __init__(self, spec: VerificationSpec, target: Target, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: VerificationSpec, target: Target, max_requests: int, max_rows: int, device: torch.device
+    ) -> None:
         self.spec, self.max_rows, self.sms = spec, max_rows, target.used_sms
         self.block = block_of(spec.vocab, target.used_sms)
         self.blocks = triton.next_power_of_2(triton.cdiv(spec.vocab, BLOCK))
+        self.steps = triton.next_power_of_2(spec.max_drafts + 1)
         self.overlap = target.tma  # programmatic dependent launch came with SM90, as tma did
         self.dependent: dict[str, Any] = {"launch_pdl": True} if self.overlap else {}
         self.workspace = self.filtered = Workspace(*[None] * len(Workspace._fields))
@@ -59,7 +65,8 @@ class TritonVerifier:
             masses=torch.empty(rows, self.blocks, **longs),
             references=kept.references,
             normals=kept.normals,
-            again=torch.empty(max_rows, dtype=torch.int32, device=device),
+            again=torch.empty(max_requests, dtype=torch.int32, device=device),
+            arrivals=torch.zeros(max_requests, dtype=torch.int32, device=device),
         )
         if spec.known is Known.LOGITS:
             self.workspace = self.workspace._replace(
@@ -78,7 +85,7 @@ class TritonVerifier:
             bundle = RowDrafts(drafts.inputs, drafts.cu_rows, None, None)
             sizes = (spec.max_drafts, spec.vocab, 0, self.max_rows)
             given = Given(Drawn(drawn.tokens, None), (0, 0), None, bundle, self.workspace, sizes)
-            self.accept(given, outputs, drafts.requests, False, num_warps=1)
+            self.accept(given, outputs, drafts.requests)
             return
         has_filters, workspace = parameters.has_filters, self.workspace
         if drawn.kept is not None:
@@ -96,11 +103,12 @@ class TritonVerifier:
             (spec.max_drafts, spec.vocab, known.values.shape[1], self.max_rows),
         )
         kinds = sums_rows + (spec.known is Known.LOGITS)
-        if kinds:
-            self.sum_rows(given, drafts.requests, kinds, sums_rows)
         if has_filters and drawn.kept is None:
             self.filter(logits, parameters)
-        self.accept(given, outputs, drafts.requests, sums_rows, num_warps=8, **self.dependent)
+        if kinds:
+            self.sum_rows(given, outputs, drafts.requests, kinds, sums_rows)
+        else:
+            self.accept(given, outputs, drafts.requests, **self.dependent)
         self.draw_again(given, outputs, drafts.requests)
 
     def row_parameters(self, parameters: Parameters) -> RowParameters:
@@ -108,15 +116,19 @@ class TritonVerifier:
         temperature = self.filters.ones if parameters.temperature is None else parameters.temperature
         return RowParameters(parameters.seeds, parameters.positions, temperature, None, None, None)
 
-    def sum_rows(self, given: Given, requests: int, kinds: int, sums_rows: bool) -> None:
-        """The first launch: what drafts' rows and drafts are normalized with."""
+    def sum_rows(self, given: Given, outputs: VerifiedOutputs, requests: int, kinds: int, sums_rows: bool) -> None:
+        """Launch `sum_of_blocks`: behind all that it reads, as a launch of its own."""
         rows, programs = requests * self.spec.max_drafts, triton.cdiv(self.spec.vocab, self.block)
         chunks = min(max(rows * programs * kinds // max(PROGRAMS_OF_SM * self.sms, 1), 1), programs)
         sum_of_blocks[rows, triton.cdiv(programs, chunks), kinds](
-            *given,
+            *given[:-1],
+            outputs,
+            given.sizes,
             chunks,
             PROBABILITIES=self.spec.known is Known.PROBABILITIES,
             ROWS=sums_rows,
+            STEPS=self.steps,
+            SUMS=max(SUMS_OF_WARP * warps_of(self.block), self.steps),
             BLOCKS=self.blocks,
             BLOCK=self.block,
             OVERLAP=self.overlap,
@@ -130,28 +142,22 @@ class TritonVerifier:
         filter_rows[(logits.shape[0],)](*sums.arguments(logits, parameters), self.filtered, sums.sizes, **sums.later)
 
     def draw_again(self, given: Given, outputs: VerifiedOutputs, requests: int) -> None:
-        """The last launches."""
-        options: dict[str, Any] = {
-            "PROBABILITIES": self.spec.known is Known.PROBABILITIES,
-            "BLOCKS": self.blocks,
-            "BLOCK": self.block,
-            "OVERLAP": self.overlap,
-            "num_warps": warps_of(self.block),
-            **self.dependent,
-        }
-        rest_of_blocks[requests, triton.cdiv(self.spec.vocab, self.block)](*given, **options)
-        draw_from_rest[(requests,)](*given[:-1], outputs, given.sizes, **options)
-
-    def accept(self, given: Given, outputs: VerifiedOutputs, requests: int, sums_rows: bool, **options: Any) -> None:
-        """Launch `accept_drafts`."""
-        accept_drafts[(requests,)](
+        """The last launch."""
+        rest_of_blocks[requests, triton.cdiv(self.spec.vocab, self.block)](
             *given[:-1],
             outputs,
             given.sizes,
             PROBABILITIES=self.spec.known is Known.PROBABILITIES,
-            ROWS=sums_rows,
-            STEPS=triton.next_power_of_2(self.spec.max_drafts + 1),
             BLOCKS=self.blocks,
+            BLOCK=self.block,
             OVERLAP=self.overlap,
-            **options,
+            num_warps=warps_of(self.block),
+            maxnreg=None if given.workspace.pivots is None else MAX_REGISTERS,
+            **self.dependent,
+        )
+
+    def accept(self, given: Given, outputs: VerifiedOutputs, requests: int, **options: Any) -> None:
+        """Launch `accept_drafts`."""
+        accept_drafts[(requests,)](
+            *given[:-1], outputs, given.sizes, STEPS=self.steps, OVERLAP=self.overlap, num_warps=1, **options
         )

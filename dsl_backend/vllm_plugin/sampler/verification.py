@@ -14,8 +14,8 @@ import torch
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets
-from dsl_backend.sampling import verification, verification_dispatch
-from dsl_backend.sampling.spec import Parameters, Sampled
+from dsl_backend.sampling import dispatch, verification, verification_dispatch
+from dsl_backend.sampling.spec import Parameters, Sampled, SamplingSpec, kept_buffers
 from dsl_backend.sampling.verification import Distributions, Drafts, Known, VerificationSpec, Verified
 from dsl_backend.vllm_plugin.sampler.row_sampler import rows_at_once
 
@@ -59,6 +59,12 @@ def max_rows(runner: Any) -> int:
     """Of one launch of the sampler."""
     vocab = runner.vllm_config.model_config.get_vocab_size()
     return rows_at_once(runner.max_num_reqs, max_drafts(runner), vocab)
+
+
+def returns_kept(vocab: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the sampler of these logits returns what the filters keep."""
+    sampler = dispatch.choose(SamplingSpec(vocab=vocab, dtype=dtype, kept=True), targets.detect(device))
+    return sampler.load().returns_kept
 
 
 class Verifier:
@@ -128,5 +134,6 @@ class Verifier:
         if values is not None:
             processed = torch.zeros(rows, vocab, device=self.device)
             steps = [(logits, given) for logits in (padded[:, :vocab], processed) for given in (parameters, filtered)]
+        kept = kept_buffers(rows, self.device) if returns_kept(vocab, dtype, self.device) else None
         for logits, given in steps:
-            self.verify(Sampled(zeros), given, drafts, known, logits)
+            self.verify(Sampled(zeros, kept=kept), given, drafts, known, logits)
