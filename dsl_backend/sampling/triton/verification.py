@@ -24,7 +24,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from dsl_backend.sampling import verification_random
-from dsl_backend.sampling.triton.dependent_launch import after_the_last_launch
+from dsl_backend.sampling.triton.dependent_launch import LOGITS_OF_THREAD, after_the_last_launch
 from dsl_backend.sampling.triton.fixed_point import (
     DEFINED_BLOCK,
     GREEDY_TEMPERATURE,
@@ -50,7 +50,8 @@ RESIDUAL = tl.constexpr(verification_random.RESIDUAL)
 NO_TOKEN = tl.constexpr(-1)
 # Sums of blocks that a warp adds at a time, of all drafts of a request. With 256 the launch that sums has 72 to 96
 # registers a thread, with 128 it has 56 to 62, and 40 without the test of drafts (128256 logits, ptxas 13.4 for SM90).
-SUMS_OF_WARP = 128
+SUMS_OF_WARP = tl.constexpr(128)
+LOGITS_OF_WARP = tl.constexpr(32 * LOGITS_OF_THREAD)
 
 
 @triton.jit
@@ -288,17 +289,20 @@ def accept(
     outputs,
     sizes,
     request,
-    PROBABILITIES: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write the tokens of one request and their number. Arguments as in `sum_of_blocks`.
+    """Write the tokens of one request and their number. Arguments as in `accept_drafts` and `sum_of_blocks`.
 
     Where distributions are known, the last token is the drawn one here; the workspace says where it is drawn again.
+
+    Args:
+        SUMS: a power of two, from STEPS on: sums of blocks that are added at a time.
     """
     RATIO: tl.constexpr = drafts.distributions is not None
+    PROBABILITIES: tl.constexpr = workspace.draft_normals is None
     max_drafts, V, _draft_V, _max_rows = sizes
     first = tl.load(drafts.cu_rows + request).to(tl.int64)
     # -1 for a request without rows.
@@ -351,23 +355,20 @@ def accept_drafts(
         after_the_last_launch(OVERLAP)
     request = tl.program_id(0)
     # The last two arguments are of sums.
-    accept(drawn, strides, parameters, drafts, workspace, outputs, sizes, request, True, False, STEPS, STEPS, 1)
+    accept(drawn, strides, parameters, drafts, workspace, outputs, sizes, request, False, STEPS, STEPS, 1)
 
 
 @triton.jit(do_not_specialize=["CHUNKS"])
 def sum_of_blocks(
     drawn,
-    strides,
     parameters,
     drafts,
     workspace,
     outputs,
-    sizes,
+    layout,
     CHUNKS,
-    PROBABILITIES: tl.constexpr,
     ROWS: tl.constexpr,
     STEPS: tl.constexpr,
-    SUMS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -378,14 +379,18 @@ def sum_of_blocks(
     writes its tokens. Arguments as in `accept_drafts`.
 
     Args:
+        layout: (strides, sizes).
         CHUNKS: a program has so many times BLOCK logits.
         ROWS: what rows are normalized with is not known: of rows without filters, behind a sampler that does not
             return it.
-        SUMS: a power of two, from STEPS on: sums of blocks that are added at a time.
         BLOCKS: a power of two, from V / 512 on: of a row in the workspace.
     """
     if OVERLAP:
         gdc_launch_dependents()
+    PROBABILITIES: tl.constexpr = workspace.draft_normals is None
+    at_once: tl.constexpr = BLOCK // LOGITS_OF_WARP * SUMS_OF_WARP
+    SUMS: tl.constexpr = STEPS if at_once < STEPS else at_once
+    strides, sizes = layout
     max_drafts, V, draft_V, max_rows = sizes
     request = tl.program_id(0) // max_drafts
     row, _, tested = draft_rows(parameters, drafts, request, tl.program_id(0) % max_drafts, max_drafts, V)
@@ -416,7 +421,6 @@ def sum_of_blocks(
             outputs,
             sizes,
             request,
-            PROBABILITIES,
             ROWS,
             STEPS,
             SUMS,

@@ -13,7 +13,6 @@ from dsl_backend.sampling.triton.args import RowParameters
 from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
 from dsl_backend.sampling.triton.logprobs_host import RowSums
 from dsl_backend.sampling.triton.verification import (
-    SUMS_OF_WARP,
     accept_drafts,
     filter_rows,
     rest_of_blocks,
@@ -121,14 +120,15 @@ class TritonVerifier:
         rows, programs = requests * self.spec.max_drafts, triton.cdiv(self.spec.vocab, self.block)
         chunks = min(max(rows * programs * kinds // max(PROGRAMS_OF_SM * self.sms, 1), 1), programs)
         sum_of_blocks[rows, triton.cdiv(programs, chunks), kinds](
-            *given[:-1],
+            given.drawn,
+            given.parameters,
+            given.drafts,
+            given.workspace,
             outputs,
-            given.sizes,
+            (given.strides, given.sizes),
             chunks,
-            PROBABILITIES=self.spec.known is Known.PROBABILITIES,
             ROWS=sums_rows,
             STEPS=self.steps,
-            SUMS=max(SUMS_OF_WARP * warps_of(self.block), self.steps),
             BLOCKS=self.blocks,
             BLOCK=self.block,
             OVERLAP=self.overlap,
