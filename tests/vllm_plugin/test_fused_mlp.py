@@ -29,6 +29,7 @@ from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear import api
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.linear.triton import gemm as _interpreted  # noqa: F401 -- before tests that unset TRITON_INTERPRET
 from dsl_backend.runtime import target as targets
 from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import warm_up

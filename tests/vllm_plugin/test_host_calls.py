@@ -25,6 +25,7 @@ from dsl_backend.linear import eager
 from dsl_backend.norm import launch
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
+from dsl_backend.runtime.workspace import workspace_of
 from dsl_backend.vllm_plugin import dense, metadata, validation
 from dsl_backend.vllm_plugin.fused_mlp.method import GATED_LINEAR
 from dsl_backend.vllm_plugin.norms.method import ADD_NORM, NORM
@@ -98,6 +99,8 @@ def operators(monkeypatch: pytest.MonkeyPatch, plain_config: Any) -> Iterator[di
     for module in (launch, eager):
         monkeypatch.setattr(module, "_known", {})
     rope.writer.cache_clear()
+    # Other tests zero these counters, which is an error where they are made in inference mode.
+    workspace_of(torch.device("cpu"), 0).flags(1 << 16)
     with torch.inference_mode():
         yield {**of_rows(), **of_attention(monkeypatch), **of_step(plain_config)}
     rope.writer.cache_clear()
