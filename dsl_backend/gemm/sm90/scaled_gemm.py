@@ -8,6 +8,7 @@ tile, and neither waits for the other.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -628,10 +629,7 @@ class ScaledGemm(Gemm):
         Of a box that may lie in two blocks of rows there are two.
         """
         found = [params.mXScale[self.scale_row(params, row, i), None] for i in range(2 * self.mma_tiles_m)]
-        blocks = [
-            self.scale_block(params, first_rows[box], part) for box in range(2) for part in range(self.box_blocks)
-        ]
-        found += [params.mWeightScale[block, None] for block in blocks]
+        found += [params.mWeightScale[block, None] for block in self.scale_blocks(params, first_rows)]
         if not self.waits_early:
             return found
         # In registers: ptxas (CUDA 13.0) computed where rows begin anew for each block of k, in 60 instructions between
@@ -645,16 +643,16 @@ class ScaledGemm(Gemm):
             scales[i] = of_row[k_tile]
         return scales
 
-    def scale_block(self, params: ScaledParams, first_row, part: int):
-        """The block of a weight's rows that a box, or the second part of one, lies in; the last one behind it."""
-        return cutlass.min(first_row // GROUP + part, params.mWeightScale.shape[0] - 1)
+    def scale_blocks(self, params: ScaledParams, first_rows: list) -> Iterator:
+        """The blocks of a weight's rows that both boxes, or parts of them, lie in; the last one behind it."""
+        for row in first_rows:
+            for part in range(self.box_blocks):
+                yield cutlass.min(row // GROUP + part, params.mWeightScale.shape[0] - 1)
 
     def weight_scales(self, params: ScaledParams, scales: cute.Tensor, first_rows: list, k_tile):
         """Those of both boxes in a block of k; any outside."""
-        for box in range(2):
-            for part in range(self.box_blocks):
-                block = self.scale_block(params, first_rows[box], part)
-                scales[box * self.box_blocks + part] = params.mWeightScale[block, k_tile]
+        for i, block in enumerate(self.scale_blocks(params, first_rows)):
+            scales[i] = params.mWeightScale[block, k_tile]
 
     def scale_products(self, scales: cute.Tensor) -> list:
         """Products of an x's scale and a weight's: [row of a thread][box][block of rows of weights]."""

@@ -243,7 +243,6 @@ def test_ratios(
     workspace,
     sizes,
     rows,
-    PROBABILITIES: tl.constexpr,
     ROWS: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -253,6 +252,7 @@ def test_ratios(
     Args:
         rows: (row, draft, whether it is tested), [STEPS] each.
     """
+    PROBABILITIES: tl.constexpr = workspace.draft_normals is None
     _, V, draft_V, max_rows = sizes
     row, draft, tested = rows
     exponent_scales = scale_of(tl.load(parameters.temperature + row, mask=tested, other=1.0))
@@ -302,7 +302,6 @@ def accept(
         SUMS: a power of two, from STEPS on: sums of blocks that are added at a time.
     """
     RATIO: tl.constexpr = drafts.distributions is not None
-    PROBABILITIES: tl.constexpr = workspace.draft_normals is None
     max_drafts, V, _draft_V, _max_rows = sizes
     first = tl.load(drafts.cu_rows + request).to(tl.int64)
     # -1 for a request without rows.
@@ -313,9 +312,7 @@ def accept(
     accepted = draft == sampled
     if RATIO:
         rows = draft_rows(parameters, drafts, request, step, max_drafts, V)
-        by_ratio = test_ratios(
-            drawn, strides, parameters, drafts, workspace, sizes, rows, PROBABILITIES, ROWS, SUMS, BLOCKS
-        )
+        by_ratio = test_ratios(drawn, strides, parameters, drafts, workspace, sizes, rows, ROWS, SUMS, BLOCKS)
         accepted = tl.where(rows[2], by_ratio, accepted)
     num_accepted = tl.min(tl.where((step < num_drafts) & accepted, STEPS, step), 0)
     token = tl.sum(tl.where(step == num_accepted, sampled, 0))
@@ -436,8 +433,9 @@ def drawn_again(drafts, workspace, request):
 
 
 @triton.jit
-def rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES: tl.constexpr):
+def rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids):
     """max(p - q, 0) of a row, in units of 2**-40, int64; 0 past the row's end."""
+    PROBABILITIES: tl.constexpr = workspace.draft_normals is None
     _, V, draft_V, _max_rows = sizes
     exponent_scale = exponent_scale_of(parameters, row)
     q_row = (exponent_scale, 0.0, 0)
@@ -458,7 +456,6 @@ def rest_of_blocks(
     workspace,
     outputs,
     sizes,
-    PROBABILITIES: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -480,7 +477,7 @@ def rest_of_blocks(
     row, step = drawn_again(drafts, workspace, request)
     if step >= 0:
         ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
+        rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids)
         tl.store(workspace.masses + row * BLOCKS + tl.program_id(1), tl.sum(rest, 0))
         if is_last(workspace.arrivals, request, tl.num_programs(1)):
             blocks = tl.arange(0, BLOCKS)
@@ -493,6 +490,6 @@ def rest_of_blocks(
                 block = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
                 before = tl.sum(tl.where(blocks < block, sums, 0), 0)
                 ids = block * BLOCK + tl.arange(0, BLOCK)
-                rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids, PROBABILITIES)
+                rest = rest_probs(drawn, strides, parameters, drafts, workspace, sizes, row, ids)
                 token = tl.min(tl.where(before + tl.cumsum(rest, 0) > target, ids, NO_ID), 0)
                 tl.store(outputs.tokens + request * (max_drafts + 1) + step, token)

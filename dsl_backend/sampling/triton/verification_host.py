@@ -147,7 +147,6 @@ class TritonVerifier:
             *given[:-1],
             outputs,
             given.sizes,
-            PROBABILITIES=self.spec.known is Known.PROBABILITIES,
             BLOCKS=self.blocks,
             BLOCK=self.block,
             OVERLAP=self.overlap,

@@ -282,8 +282,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         rOut = cute.make_rmem_tensor((elements, cute.size(rTargets)), self.out_dtype)
         row, vector = self.place_of_vector(thread, 0, shape)
         staged = cute.group_modes(cute.local_tile(sOut, (1, elements), (row, vector)), 0, 2)
-        # Rows of a thread's vectors are equally far apart where as many threads have each row.
-        step = cutlass.const_expr(WARPGROUP * elements // shape[1] if WARPGROUP * elements % shape[1] == 0 else 0)
+        step = cutlass.const_expr(self.rows_apart(shape))
         for i in cutlass.range_constexpr(cute.size(rTargets)):
             if cutlass.const_expr(step % 8 == 0 and step > 0):
                 # A multiple of a swizzle's rows: one address for all, and none of divisions.
@@ -303,16 +302,25 @@ class GroupedGemm(GroupedProduct, Gemm):
             if top + row < work.rows and column < params.mOut.shape[1]:
                 self.put_vector(params, rOut[None, i], rTargets[i], column)
 
+    def row_vectors(self, shape: tuple[int, int]) -> int:
+        """Of so many staged rows and columns."""
+        return shape[1] * self.out_dtype.width // (VECTOR_BYTES * 8)
+
+    def rows_apart(self, shape: tuple[int, int]) -> int:
+        """Rows between a thread's staged vectors; 0 where these differ, because rows end between threads."""
+        vectors = self.row_vectors(shape)
+        return WARPGROUP // vectors if WARPGROUP % vectors == 0 else 0
+
     def place_of_vector(self, thread, i: int, shape: tuple[int, int]):
         """(row, vector of it) of a thread's i-th vector of so many staged rows and columns."""
-        row_vectors = shape[1] * self.out_dtype.width // (VECTOR_BYTES * 8)
-        if WARPGROUP % row_vectors == 0:
-            return thread // row_vectors + i * (WARPGROUP // row_vectors), thread % row_vectors
-        return (thread + i * WARPGROUP) // row_vectors, (thread + i * WARPGROUP) % row_vectors
+        vectors = self.row_vectors(shape)
+        if step := self.rows_apart(shape):
+            return thread // vectors + i * step, thread % vectors
+        return (thread + i * WARPGROUP) // vectors, (thread + i * WARPGROUP) % vectors
 
     def load_targets(self, params: GroupedParams, work: WorkTile, top, thread, shape: tuple[int, int]) -> cute.Tensor:
         """Rows of the output that a thread's staged vectors belong to; of rows that are not there, the last one's."""
-        vectors = shape[0] * shape[1] * self.out_dtype.width // (VECTOR_BYTES * 8)
+        vectors = shape[0] * self.row_vectors(shape)
         rTargets = cute.make_rmem_tensor((vectors + WARPGROUP - 1) // WARPGROUP, cutlass.Int32)
         for i in range(cute.size(rTargets)):
             row, _ = self.place_of_vector(thread, i, shape)
