@@ -25,6 +25,9 @@ from .process import Process
 from .registry import Judged
 
 BLOCKS = 24
+# Bytes that a block moves at least, where the layers are not too many: about a millisecond on an H200, of which what a
+# request costs more or less than the empty one is a small part.
+BLOCK_BYTES = 4 << 30
 # On a CPU, where there is no cache to be larger than.
 CPU_LAYERS = 8
 
@@ -59,8 +62,8 @@ class Row:
     seed: int
 
     def __post_init__(self) -> None:
-        needed = timing.layers_needed(self.case.traffic_bytes, timing.l2_bytes(self.device))
-        self.layers = needed if self.device.type == "cuda" else CPU_LAYERS
+        of_gpu = layers_of_block(self.case.traffic_bytes, timing.l2_bytes(self.device))
+        self.layers = of_gpu if self.device.type == "cuda" else CPU_LAYERS
         self.draw = random.Random(self.seed)
 
     def build(self) -> Any:
@@ -112,6 +115,11 @@ class Row:
             check.require_right(self.operator.compared(fresh, layer, out), reference, problem.limits)
         except check.WrongResultError as error:
             raise WrongError(f"{self.case.id}: a timed launch on layer {layer} is wrong: {error}") from None
+
+
+def layers_of_block(traffic_bytes: int, cache_bytes: int) -> int:
+    """Layers of a block on a GPU: they exceed the cache, and move BLOCK_BYTES if that many are allowed."""
+    return timing.layers_needed(traffic_bytes, max(cache_bytes, BLOCK_BYTES // timing.L2_MULTIPLE))
 
 
 def asked(process: Process, empty: bool) -> float:

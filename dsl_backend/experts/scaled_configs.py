@@ -13,7 +13,7 @@ from dsl_backend.gemm.sizes import ceil_div
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
 from dsl_backend.gemm.sm90.scaled_configs import BLOCK_K, MOST_PROMOTION, ScaledGemmConfig, ScaledSmallMConfig
 from dsl_backend.gemm.sm100.configs import GemmConfig, PromotedConfig
-from dsl_backend.quant.format import GROUP_SCALED, ScaledFormat
+from dsl_backend.quant.format import GROUP, GROUP_SCALED, ScaledFormat
 from dsl_backend.runtime.target import Target
 
 # Rows of weights of a box, best first. On an H200, layers of Qwen3-30B-A3B and of an eighth of DeepSeek-V3 took 1.15 to
@@ -71,8 +71,16 @@ class SideBySideConfig(ScaledGemmConfig):
     def epilogue_elements(self, parts: int) -> int:
         return MMA_M * self.columns(parts)
 
+    def smem_bytes(self, spec: ScaledGemmSpec) -> int:  # type: ignore[override]
+        # Largest magnitudes of both consumers' rows, of two tiles.
+        told = 0 if spec.out is None else 2 * CONSUMERS * self.tile_m * 4
+        return super().smem_bytes(spec) + told
+
     def out_objections(self, spec: ScaledGemmSpec, out: ScaledFormat) -> list[str]:
-        return [f"out {out}: a consumer has a part of a group of the output"]
+        columns = self.columns(spec.parts)
+        if not out.blocked or columns != GROUP:
+            return [f"out {out}: both consumers' {columns} columns are no group of {GROUP} of the output"]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +187,10 @@ def by_height(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, .
     """SM90's kernels whose tiles have BOXES: those of 128 rows, then those of 64. None where nothing fits."""
     found = []
     for kind in (ScaledGemmConfig, SideBySideConfig):
-        first, second = (fitting(kind, gemm, spec, target) for gemm in products(spec, True))
+        beside = kind is ScaledGemmConfig or not spec.weight.blocked
+        first, second = (fitting(kind, gemm, spec, target) for gemm in products(spec, beside))
         if first and second:
-            config = ScaledExpertsConfig(first=first[0], second=second[0], beside=True, prefetches=True, trims=True)
+            config = ScaledExpertsConfig(first=first[0], second=second[0], beside=beside, prefetches=True, trims=True)
             found.append(config)
     return tuple(found)
 

@@ -19,9 +19,9 @@ from judge_candidates import CHEATING, HONEST, RIGHT, Candidate
 from rich.console import Console
 
 import benchmarks
-from benchmarks import judge
+from benchmarks import judge, timing
 from benchmarks.case import SMALLEST
-from benchmarks.judge import child, command, process, registry, shared
+from benchmarks.judge import child, command, process, registry, shared, times
 from benchmarks.judge.watch import Watch
 from dsl_backend.providers import Launch
 
@@ -96,6 +96,16 @@ def test_softmax_takes_less_than_a_minute_without_a_gpu(name: str, tmp_path: pat
     subprocess.run(command_line, cwd=tmp_path, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+
+
+def test_a_block_is_long_beside_what_a_request_costs() -> None:
+    """Layers of 8 MiB, as many as are allowed; of 256 MiB; of more than a block; with a cache that is larger still."""
+    mib = 1 << 20
+    cache = 50 * mib
+    assert times.layers_of_block(8 * mib, cache) == timing.MOST_LAYERS
+    assert times.layers_of_block(256 * mib, cache) * 256 * mib == times.BLOCK_BYTES
+    assert times.layers_of_block(2 * times.BLOCK_BYTES, cache) == 1
+    assert times.layers_of_block(256 * mib, 2 * times.BLOCK_BYTES) > times.layers_of_block(256 * mib, cache)
 
 
 def test_the_same_seed_has_the_same_trials_and_another_seed_has_not() -> None:

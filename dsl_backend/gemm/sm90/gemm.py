@@ -27,7 +27,7 @@ from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
 
 # Named barriers: one of each consumer, then those of the ping-pong order.
-CONSUMER_BARRIER, ORDER_BARRIER = 1, 1 + CONSUMERS
+CONSUMER_BARRIER, ORDER_BARRIER, BOTH_BARRIER = 1, 1 + CONSUMERS, 1 + 2 * CONSUMERS
 
 
 class Gemm(GemmBase):

@@ -797,7 +797,7 @@ class ScaledGemm(Gemm):
             inverses = []
             for b in cutlass.range_constexpr(2):
                 row = first_row + mma_tile * MMA_M + self.thread_row(thread) + 8 * b
-                scale = self.scale_of_group(held, mma_tile, b)
+                scale = self.scale_of_group(self.largest_of_row(held, mma_tile, b))
                 inverses.append(cutlass.Float32(1.0) / scale)
                 if thread % 4 == 0:
                     if row < params.mX.shape[0]:
@@ -809,8 +809,8 @@ class ScaledGemm(Gemm):
                 place = first_row // MMA_M + mma_tile, column_group * self.group_tiles + part
                 self.store_rows(params, copies, sOut, stores, place, group, thread)
 
-    def scale_of_group(self, held: cute.Tensor, mma_tile: int, b: int):
-        """Largest magnitude of one of a thread's rows / 448; NaN is left out. Four lanes have the row."""
+    def largest_of_row(self, held: cute.Tensor, mma_tile: int, b: int):
+        """Largest magnitude of one of a thread's rows; NaN is left out. Four lanes have the row."""
         values = [
             held[4 * j + 2 * b + a, mma_tile, part]
             for part in range(self.group_tiles)
@@ -820,6 +820,10 @@ class ScaledGemm(Gemm):
         largest = tree_max([cute.arch.fmax(value, -value) for value in values])
         for lanes in (1, 2):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=lanes))
+        return largest
+
+    def scale_of_group(self, largest: cutlass.Float32) -> cutlass.Float32:
+        """Of a row's group of columns with this largest magnitude."""
         return cute.arch.fmax(largest, LEAST_OF_GROUP) / cutlass.Float32(E4M3_MAX)
 
     @cute.jit

@@ -48,6 +48,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = self.allocate_weights(smem, sW_layout)
         sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
+        sMaxima = self.allocate_maxima(smem)
         pipeline = self.load_edge.allocate(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -73,7 +74,11 @@ class GroupedGemm(GroupedProduct, Gemm):
                 dependent_launch.wait()
             if cutlass.const_expr(self.clears):
                 self.clear_output(params, cute.arch.thread_idx()[0], self.consumers * WARPGROUP)
-            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group)
+            self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group, sMaxima)
+
+    def allocate_maxima(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+        """What consumers with parts of a group of columns tell each other of its rows, for an output in 8 bits."""
+        return None
 
     @cute.jit
     def mma(
@@ -85,6 +90,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         sOut: cute.Tensor,
         pipeline: Pipeline,
         group: cutlass.Int32,
+        sMaxima: cute.Tensor = None,
     ):
         """A consumer warpgroup: its rows of every tile, or every other tile."""
         schedule = self.tiles_of_cta(params)

@@ -3,7 +3,8 @@
 `gemm/sm90/scaled_gemm.py`.
 
 With scales of groups, the first product's CTA finishes tiles side by side until it has 128 columns of the activation's
-result, and quantises them. With a scale for each row, and where that is chosen, it writes them in 16 bits.
+result, and quantises them. Consumers that have half of these columns each tell each other their rows' largest
+magnitudes. With a scale for each row, and where that is chosen, the CTA writes them in 16 bits.
 """
 
 from dataclasses import replace
@@ -21,7 +22,7 @@ from dsl_backend.experts.scaled_configs import SideBySideConfig
 from dsl_backend.gemm.scaled_key import ScaledKey
 from dsl_backend.gemm.sizes import WARPGROUP
 from dsl_backend.gemm.sm90.configs import CONSUMERS, MMA_M
-from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER
+from dsl_backend.gemm.sm90.gemm import BOTH_BARRIER, CONSUMER_BARRIER
 from dsl_backend.gemm.sm90.scaled_gemm import ScaledGemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_register
@@ -78,6 +79,15 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         _, *operands = super().consumer_operands(tiled_mma, sX, sW_columns, 0, thread)
         return 0, *operands
 
+    def allocate_maxima(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+        """Side by side: [row, consumer, parity of the tile], the largest magnitude of its columns of a row.
+
+        While one consumer writes a tile's, the other one may still read those of the tile before.
+        """
+        if self.side == 1 or not self.quantises:
+            return None
+        return smem.allocate_tensor(cutlass.Float32, cute.make_layout((self.tile_m, CONSUMERS, 2)), byte_alignment=16)
+
     def columns_of(self, work: WorkTile, group) -> WorkTile:
         """A consumer's tile of columns."""
         return work if self.side == 1 else replace(work, n_tile=work.n_tile * self.side + group)
@@ -123,6 +133,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         sOut: cute.Tensor,
         pipeline: Pipeline,
         group: cutlass.Int32,
+        sMaxima: cute.Tensor = None,
     ):
         """A consumer warpgroup: its rows of every tile."""
         schedule = self.tiles_of_cta(params)
@@ -162,7 +173,10 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     pipeline.warpgroup_release(tile * k_tiles + k_tiles - 1, thread)
             if cutlass.const_expr(self.quantises):
                 late, of_group = fence_register(thread), replace(work, n_tile=work.n_tile - (self.group_tiles - 1))
-                self.quantised_epilogue(params, held, sOut, of_group, first, group, late)
+                sMaxima_tile = None
+                if cutlass.const_expr(self.side > 1):
+                    sMaxima_tile = sMaxima[None, None, i % 2]
+                self.quantised_epilogue(params, held, sOut, of_group, first, group, late, sMaxima_tile)
 
     @cute.jit
     def multiply(
@@ -220,24 +234,32 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         first: cutlass.Int32,
         group: cutlass.Int32,
         thread: cutlass.Int32,
+        sMaxima: cute.Tensor | None,
     ):
         """What is held, 128 columns of each row, quantised with a scale of its own, as far as there are rows.
 
         Args:
-            work: the first tile of the group.
+            work: the first tile of the group; side by side, the consumer's.
             first: row of the tile that is the first one held.
+            sMaxima: of a tile as in `allocate_maxima`.
         """
         copies = self.epilogue_copy(thread)
         for mma_tile in cutlass.range_constexpr(self.mma_tiles_m):
             top = first + mma_tile * MMA_M
             if top < work.rows:
                 inverses = []
+                largest = [self.largest_of_row(held, mma_tile, b) for b in range(2)]
+                writes = thread % 4 == 0
+                if cutlass.const_expr(self.side > 1):
+                    largest = self.largest_of_both(largest, sMaxima, group, thread)
+                    writes = writes and group == 0
                 for b in cutlass.range_constexpr(2):
                     place = top + self.thread_row(thread) + 8 * b
-                    scale = self.scale_of_group(held, mma_tile, b)
+                    scale = self.scale_of_group(largest[b])
                     inverses.append(cutlass.Float32(1.0) / scale)
-                    if thread % 4 == 0 and place < work.rows:
-                        params.mOutScale[work.first_row + place, work.n_tile // self.group_tiles] = scale
+                    if writes and place < work.rows:
+                        column_group = work.n_tile // (self.group_tiles * self.side)
+                        params.mOutScale[work.first_row + place, column_group] = scale
                 for part in cutlass.range_constexpr(self.group_tiles):
                     for j in cutlass.range_constexpr(self.columns // 8):
                         values = [
@@ -250,6 +272,16 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                     column = (work.n_tile + part) * self.columns
                     self.store_rows(params, sOut[None, None, group], work, top, column, thread, (MMA_M, self.columns))
+
+    @cute.jit
+    def largest_of_both(self, largest: list, sMaxima: cute.Tensor, group: cutlass.Int32, thread: cutlass.Int32):
+        """The larger one of both consumers' magnitudes of a thread's two rows."""
+        rows = [self.thread_row(thread) + 8 * b for b in range(2)]
+        if thread % 4 == 0:
+            for b in cutlass.range_constexpr(2):
+                sMaxima[rows[b], group] = largest[b]
+        cute.arch.barrier(barrier_id=BOTH_BARRIER, number_of_threads=CONSUMERS * WARPGROUP)
+        return [cute.arch.fmax(largest[b], sMaxima[rows[b], 1 - group]) for b in range(2)]
 
 
 def product(key: ProductKey, scaled: ScaledKey[Any], beside: bool) -> ScaledGroupedGemm:
