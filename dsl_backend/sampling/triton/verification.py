@@ -21,7 +21,7 @@ the same as the sampler. Sums are of integers: no partition changes a bit.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from dsl_backend.sampling import verification_random
 from dsl_backend.sampling.triton.dependent_launch import LOGITS_OF_THREAD, after_the_last_launch
@@ -382,8 +382,7 @@ def sum_of_blocks(
             return it.
         BLOCKS: a power of two, from V / 512 on: of a row in the workspace.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
+    after_the_last_launch(OVERLAP)
     PROBABILITIES: tl.constexpr = workspace.draft_normals is None
     at_once: tl.constexpr = BLOCK // LOGITS_OF_WARP * SUMS_OF_WARP
     SUMS: tl.constexpr = STEPS if at_once < STEPS else at_once

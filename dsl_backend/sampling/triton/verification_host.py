@@ -116,7 +116,7 @@ class TritonVerifier:
         return RowParameters(parameters.seeds, parameters.positions, temperature, None, None, None)
 
     def sum_rows(self, given: Given, outputs: VerifiedOutputs, requests: int, kinds: int, sums_rows: bool) -> None:
-        """Launch `sum_of_blocks`: behind all that it reads, as a launch of its own."""
+        """Launch `sum_of_blocks`."""
         rows, programs = requests * self.spec.max_drafts, triton.cdiv(self.spec.vocab, self.block)
         chunks = min(max(rows * programs * kinds // max(PROGRAMS_OF_SM * self.sms, 1), 1), programs)
         sum_of_blocks[rows, triton.cdiv(programs, chunks), kinds](
@@ -133,6 +133,7 @@ class TritonVerifier:
             BLOCK=self.block,
             OVERLAP=self.overlap,
             num_warps=warps_of(self.block),
+            **self.dependent,
         )
 
     def filter(self, logits: torch.Tensor, parameters: Parameters) -> None:
