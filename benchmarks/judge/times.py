@@ -3,8 +3,8 @@
 
 A block is one launch on each layer: all layers have other data than in the block before, their outputs are poisoned
 before it and compared after it. So a block cannot be answered from an earlier one, and a clock or an event that a
-candidate replaced changes nothing. What a request costs whose graph has one kernel that sets a number is measured in
-turn and subtracted.
+candidate replaced changes nothing. Requests whose graph has one kernel that sets a number are timed in turn, and their
+median is subtracted: of all blocks, since single ones differ by as much as a block's launches take.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import pathlib
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,17 +87,16 @@ class Row:
             if objections := process.ask("case", payload=str(path), **facts).get("objections"):
                 return [str(one) for one in objections]
             process.ask("capture", layers=self.layers)
-            samples = [self.block(process, memory) for _ in range(blocks)]
+            # The first one warms up.
+            _, *timed = [self.block(process, memory) for _ in range(blocks)]
             process.ask("end")
         finally:
             memory.close()
             path.unlink()
-        # The first one warms up.
-        found = timing.summarize(samples[1:])
-        return Times(found.median_us, found.p10_us, found.p90_us, found.samples)
+        return times_of_launch(timed, self.layers)
 
-    def block(self, process: Process, memory: shared.Shared) -> float:
-        """Microseconds of a launch in a block with new inputs."""
+    def block(self, process: Process, memory: shared.Shared) -> tuple[float, list[float]]:
+        """Seconds of a request with new inputs, and of empty ones before it."""
         fresh = self.build()
         memory.refill(self.judged.hidden(fresh))
         self.operator.poison(memory.thing)
@@ -105,7 +105,7 @@ class Row:
         seconds = asked(process, empty=False)
         for layer in self.draw.sample(range(self.layers), min(2, self.layers)):
             self.compare(fresh, memory.thing, layer)
-        return 1e6 * max(seconds - statistics.median(costs), 0.0) / self.layers
+        return seconds, costs
 
     def compare(self, fresh: Any, written: Any, layer: int) -> None:
         """Compares rows that the candidate does not know. fresh: inputs that it did not see."""
@@ -116,6 +116,13 @@ class Row:
             check.require_right(self.operator.compared(fresh, layer, out), reference, problem.limits)
         except check.WrongResultError as error:
             raise WrongError(f"{self.case.id}: a timed launch on layer {layer} is wrong: {error}") from None
+
+
+def times_of_launch(blocks: Sequence[tuple[float, list[float]]], layers: int) -> Times:
+    """The time of a launch by what `Row.block` has returned."""
+    cost = statistics.median(one for _, costs in blocks for one in costs)
+    found = timing.summarize([1e6 * max(seconds - cost, 0.0) / layers for seconds, _ in blocks])
+    return Times(found.median_us, found.p10_us, found.p90_us, found.samples)
 
 
 def layers_of_block(traffic_bytes: int, cache_bytes: int) -> int:

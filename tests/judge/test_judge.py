@@ -117,6 +117,15 @@ def test_a_block_is_long_beside_what_a_request_costs() -> None:
     assert times.layers_of_block(256 * mib, times.BLOCK_BYTES) * 256 * mib == timing.L2_MULTIPLE * times.BLOCK_BYTES
 
 
+def test_what_single_requests_wait_for_does_not_count() -> None:
+    """20 layers of 10 us; a request costs 100 us. In one block all wait, in another one the empty ones do."""
+    quiet, cost = 300e-6, 100e-6
+    blocks = [(quiet, [cost] * 3)] * 5 + [(quiet + 1e-3, [cost + 1e-3] * 3), (quiet, [cost + 1e-3] * 3)]
+    found = times.times_of_launch(blocks, layers=20)
+    assert found.median_us == pytest.approx(10.0)
+    assert found.samples == 7
+
+
 def test_the_same_seed_has_the_same_trials_and_another_seed_has_not() -> None:
     for operator in judge.OPERATORS:
         one, same, other = (
