@@ -77,21 +77,23 @@ def run(
             f"needed"
         )
     checks.no_gradient("logits", logits)
+    # No message is made up before it is needed: a step would pay for the text.
     count = logits.shape[0]
-    require(count <= plan.max_rows, f"{count} rows exceed the plan's max_rows, {plan.max_rows}")
-    require(spec.vocab == 1 or logits.stride(1) == 1, f"logits have strides {logits.stride()}: the last must be 1")
-    require(logits.device == plan.device, f"logits are on {logits.device}: {plan.device} is needed")
+    if count > plan.max_rows:
+        raise InvalidInput(f"{count} rows exceed the plan's max_rows, {plan.max_rows}")
+    if spec.vocab > 1 and logits.stride(1) != 1:
+        raise InvalidInput(f"logits have strides {logits.stride()}: the last must be 1")
+    if logits.device != plan.device:
+        raise InvalidInput(f"logits are on {logits.device}: {plan.device} is needed")
     parameters.check(count, plan.device)
     most = spec.num_logprobs
     wanted = most if num_logprobs is None else checks.integer("num_logprobs", num_logprobs, 0, most)
-    out = plan.results.rows(count).likeliest(wanted)
     checks.flag("new_tokens", new_tokens)
     checks.flag("kept", kept)
     require(spec.kept or not kept, "kept is asked for: a plan of a spec with kept=True is needed")
-    if not kept:
-        out = out._replace(kept=None)
+    out = plan.outputs(count, wanted, kept)
     if new_tokens:
-        out = out._replace(tokens=torch.empty_like(out.tokens))
+        out = Sampled(torch.empty_like(out.tokens), *out[1:])
     if count:
         plan.kernel.launch(logits, parameters, out)
     return out

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan holds what steps share: the kernel, its workspace, and the buffers of the results."""
 
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -46,3 +47,10 @@ class SamplingPlan:
         self.results = buffers(spec, max_rows, device)
         if not self.kernel.returns_kept:
             self.results = self.results._replace(kept=None)
+        # A view takes the host as long as several functions, and all of them are of the same buffers.
+        self.outputs = cache(self._outputs)
+
+    def _outputs(self, rows: int, num_logprobs: int, kept: bool) -> Sampled:
+        """Views of the first rows' results, with so many of the likeliest tokens; made once for each step's kind."""
+        out = self.results.rows(rows).likeliest(num_logprobs)
+        return out if kept else out._replace(kept=None)

@@ -2,7 +2,7 @@
 """The sampler's problem: its static spec, the parameters of a step, and the results."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -119,23 +119,30 @@ class Parameters:
 
     def check(self, rows: int, device: torch.device) -> None:
         """Raise InvalidInput where a shape, dtype, stride or device does not match."""
+        shape = (rows,)
         for name, dtypes in PARAMETER_DTYPES.items():
             tensor = getattr(self, name)
             if tensor is None and name not in ("seeds", "positions"):
                 continue
             checks.tensor(name, tensor)
-            if tensor.shape != (rows,) or not tensor.is_contiguous() or tensor.dtype not in dtypes:
+            if tensor.dtype not in dtypes or tensor.shape != shape or not tensor.is_contiguous():
                 names = " or ".join(map(short, dtypes))
                 raise InvalidInput(
                     f"{name} is {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [{rows}] of {names} is needed"
                 )
             if tensor.device != device:
                 raise InvalidInput(f"{name} is on {tensor.device}: {device} is needed")
-            checks.no_gradient(name, tensor)
+            if tensor.requires_grad:
+                checks.no_gradient(name, tensor)
 
     @property
     def has_filters(self) -> bool:
         return any(one is not None for one in (self.top_k, self.top_p, self.min_p))
+
+
+def first_rows(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """Views."""
+    return {name: tensor[:rows] for name, tensor in tensors.items()}
 
 
 class Kept(NamedTuple):

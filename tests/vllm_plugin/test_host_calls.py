@@ -26,6 +26,8 @@ from dsl_backend.norm import launch
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.target import Target
 from dsl_backend.runtime.workspace import workspace_of
+from dsl_backend.sampling import dispatch
+from dsl_backend.sampling import plan as sampling_plan
 from dsl_backend.vllm_plugin import dense, metadata, validation
 from dsl_backend.vllm_plugin.fused_mlp.method import GATED_LINEAR
 from dsl_backend.vllm_plugin.norms.method import ADD_NORM, NORM
@@ -33,6 +35,7 @@ from dsl_backend.vllm_plugin.projections.method import PROJECTION, EmbeddingMeth
 from dsl_backend.vllm_plugin.rope import method
 from dsl_backend.vllm_plugin.rope.find import Rotation
 from dsl_backend.vllm_plugin.rope.method import ROPE_WRITE_KV
+from dsl_backend.vllm_plugin.sampler.row_sampler import RowSampler
 from tests.vllm_plugin.test_dense import make_builder, make_step
 
 # A GPU that no other test has: what is cached for it are functions that launch nothing.
@@ -40,11 +43,12 @@ GPU: Target = replace(targets.from_arch("sm_90a"), gpu="NVIDIA H200", sm_count=1
 BF16 = torch.bfloat16
 REQUESTS, QUERIES, HEADS, HEADS_KV, DIM, PAGE, WIDTH = 16, 5, 32, 8, 128, 16, 4096
 ROWS = REQUESTS * QUERIES
+GREEDY, SAMPLED = "tokens of greedy rows", "tokens of rows with top-k and top-p"
 PASS, LATER_PASS = "metadata and plan of a step", "metadata and plan of a later pass of a draft model"
 
 
 # The most functions of a call. Before they were counted (2026-11-27) there were 176, 237, 90, 68, 54, 18 and 57; in
-# each pass of a draft model 134 for its metadata and its plan (2026-11-28).
+# each pass of a draft model 134 for its metadata and its plan (2026-11-28). Tokens took 106 and 104 (2026-11-29).
 MOST = {
     "norm": 42,
     "add and norm": 53,
@@ -54,6 +58,8 @@ MOST = {
     "projection by cuBLAS": 14,
     "gate and up": 55,
     "logits": 58,
+    GREEDY: 72,
+    SAMPLED: 80,
     "metadata of a decode step": 10,
     PASS: 96,
     LATER_PASS: 34,
@@ -102,7 +108,7 @@ def operators(monkeypatch: pytest.MonkeyPatch, plain_config: Any) -> Iterator[di
     # Other tests zero these counters, which is an error where they are made in inference mode.
     workspace_of(torch.device("cpu"), 0).flags(1 << 16)
     with torch.inference_mode():
-        yield {**of_rows(), **of_attention(monkeypatch), **of_step(plain_config)}
+        yield {**of_rows(), **of_attention(monkeypatch), **of_step(plain_config), **of_sampling(monkeypatch)}
     rope.writer.cache_clear()
 
 
@@ -187,6 +193,23 @@ def of_step(config: Any) -> dict[str, Callable[[], Any]]:
     }
 
 
+def of_sampling(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
+    """A step's tokens, as the sampler of the V2 runner asks for them."""
+    from dsl_backend.sampling.cute.host import CuteSampler
+
+    monkeypatch.setattr(CuteSampler, "function", lambda self, key: nothing)
+    kernel = SimpleNamespace(title="none", load=lambda: lambda spec, _, *sizes: CuteSampler(spec, GPU, *sizes))
+    monkeypatch.setattr(dispatch, "choose", lambda *_: kernel)
+    sampler = RowSampler(REQUESTS, torch.device("cpu"))
+    logits, positions = torch.zeros(REQUESTS, WIDTH, dtype=BF16), torch.zeros(REQUESTS, dtype=torch.int64)
+    ones, top_k = torch.ones(REQUESTS), torch.ones(REQUESTS, dtype=torch.int32)
+    filters = {"temperature": ones, "top_k": top_k, "top_p": ones}
+    return {
+        GREEDY: lambda: sampler.draw(logits, **vars(sampler.greedy_parameters(positions)), new_tokens=True),
+        SAMPLED: lambda: sampler.draw(logits, positions, positions, **filters, new_tokens=True),
+    }
+
+
 def counted(operators: dict[str, Callable[[], Any]]) -> dict[str, int]:
     return {name: calls_of(run) for name, run in operators.items()}
 
@@ -252,6 +275,10 @@ def every_pass_is_planned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dense.DSLMetadata, "place", lambda self: None)
 
 
+def views_are_made_each_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sampling_plan, "cache", lambda function: function)
+
+
 @pytest.mark.parametrize(
     ("mistake", "seen_in"),
     [
@@ -261,6 +288,7 @@ def every_pass_is_planned(patch: pytest.MonkeyPatch) -> None:
         (lengths_are_copied_each_time, {"metadata of a decode step", PASS, LATER_PASS}),
         (short_steps_copy_lengths, {PASS}),
         (every_pass_is_planned, {LATER_PASS}),
+        (views_are_made_each_time, {GREEDY, SAMPLED}),
         (writers_are_found_by_their_specs, {"rotation and cache write"}),
         (the_environment_is_read_each_time, {"projection", "projection by cuBLAS", "gate and up", "logits"}),
     ],

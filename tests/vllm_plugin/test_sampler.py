@@ -736,7 +736,8 @@ def test_greedy_rows_in_parts() -> None:
     """Of a step with more rows than a launch has."""
     rows = row_sampler.RowSampler(2, torch.device("cpu"))
     logits = some_logits(5)
-    assert torch.equal(rows.draw_greedy(logits, torch.zeros(5, dtype=torch.int64)).tokens, logits.argmax(-1))
+    parameters = rows.greedy_parameters(torch.zeros(5, dtype=torch.int64))
+    assert torch.equal(rows.draw(logits, **vars(parameters)).tokens, logits.argmax(-1))
 
 
 def test_v2_second_dummy_run(monkeypatch: pytest.MonkeyPatch) -> None:

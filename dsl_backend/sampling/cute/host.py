@@ -3,6 +3,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, blocks_of, widest_vector
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
-from dsl_backend.sampling.spec import Kept, LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import Kept, LogprobsMode, Parameters, Sampled, SamplingSpec, first_rows
 from dsl_backend.sampling.triton.logprobs_host import ProcessedRows
 from dsl_backend.sampling.tuned import config_of, configs_of
 
@@ -108,6 +109,8 @@ def with_expected_strides(logits: torch.Tensor) -> torch.Tensor:
     torch allows any row stride of a single row, and any column stride of rows of a single logit.
     """
     rows, vocab = logits.shape
+    if logits.stride() == (vocab, 1):
+        return logits
     if (vocab > 1 or logits.stride(1) == 1) and rows > 1:
         return logits
     return logits.as_strided((rows, vocab), (logits.stride(0) if rows > 1 else vocab, 1))
@@ -142,9 +145,13 @@ class CuteSampler:
             for config in configs_of(each, target, max_rows, widest_vector(each)):
                 self.function(key_of(each, config))
         # Operands for parameters that are off for all rows.
-        self.ones = torch.ones(max_rows, device=device)
-        self.zeros = torch.zeros(max_rows, device=device)
-        self.no_top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        off = {
+            "temperature": torch.ones(max_rows, device=device),
+            "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
+            "top_p": torch.ones(max_rows, device=device),
+            "min_p": torch.zeros(max_rows, device=device),
+        }
+        self.off = cache(partial(first_rows, off))
         finishes = any(key.config.finish_cluster for key in self.functions)
         self.scratch = scratch(spec, max_rows, device) if finishes else None
 
@@ -164,17 +171,18 @@ class CuteSampler:
             parameters.min_p,
         )
         top_p_alone = top_p is not None and top_k is None and min_p is None
+        off = self.off(count)
         if top_k is None:
-            top_k = self.no_top_k[:count]
+            top_k = off["top_k"]
         likeliest = self.spec.logprobs_mode is not None
         args = SampleArgs(
             logits=logits,
             seeds=parameters.seeds,
             positions=parameters.positions,
-            temperature=self.ones[:count] if temperature is None else temperature,
+            temperature=off["temperature"] if temperature is None else temperature,
             top_k=top_k,
-            top_p=self.ones[:count] if top_p is None else top_p,
-            min_p=self.zeros[:count] if min_p is None else min_p,
+            top_p=off["top_p"] if top_p is None else top_p,
+            min_p=off["min_p"] if min_p is None else min_p,
             tokens=out.tokens,
             top_ids=out.top_ids if likeliest else None,
             top_logprobs=out.top_logprobs if likeliest else None,

@@ -2,6 +2,7 @@
 """The sampling plans that both runners' samplers use, for all kinds of batches of an engine."""
 
 import enum
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch
-from dsl_backend.sampling.spec import MAX_LOGPROBS, LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import MAX_LOGPROBS, LogprobsMode, Parameters, Sampled, SamplingSpec, first_rows
 from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.options import ServedBy
 
@@ -91,15 +92,19 @@ class RowSampler:
         asked = {Returned.NOTHING: True, Returned.ALL_LOGPROBS: logprobs, Returned.LIKELIEST: likeliest is not None}
         self.kinds = tuple(kind for kind, may_be in asked.items() if may_be)
         self.plans: dict[tuple[int, torch.dtype, Returned], api.SamplingPlan] = {}
-        self.off = {
+        off = {
             "temperature": torch.ones(max_rows, device=device),
             "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
             "top_p": torch.ones(max_rows, device=device),
             "min_p": torch.zeros(max_rows, device=device),
         }
         # Of rows that are all greedy: no seed is read.
-        self.no_seeds = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.no_temperature = torch.zeros(max_rows, device=device)
+        greedy = {
+            "seeds": torch.zeros(max_rows, dtype=torch.int64, device=device),
+            "temperature": torch.zeros(max_rows, device=device),
+        }
+        # Views are made once for each number of rows.
+        self.off, self.greedy = cache(partial(first_rows, off)), cache(partial(first_rows, greedy))
 
     def returns(self, num_logprobs: int) -> bool:
         """Whether so many of the likeliest tokens may be asked for; -1 are all."""
@@ -134,28 +139,23 @@ class RowSampler:
             all_given = {"seeds": seeds, "positions": positions, **filters}
             return self.draw_in_parts(logits, all_given, logprobs=logprobs, num_logprobs=num_logprobs, kept=kept)
         used = {name: tensor for name, tensor in filters.items() if tensor is not None}
-        names = next(names for names in COMBINATIONS if used.keys() <= set(names))
-        given = {name: self.off[name][:rows] for name in names} | used
+        names, off = next(names for names in COMBINATIONS if used.keys() <= set(names)), self.off(rows)
+        given = {name: off[name] for name in names} | used
         kind = Returned.NOTHING if num_logprobs is None else Returned.LIKELIEST
         plan = self.plan(logits, Returned.ALL_LOGPROBS if logprobs else kind)
         parameters = Parameters(seeds=seeds, positions=positions, **given)
         return api.run(plan, logits, parameters, num_logprobs, new_tokens=new_tokens, kept=kept)
 
-    def draw_greedy(self, logits: torch.Tensor, positions: torch.Tensor, **returned: Any) -> Sampled:
-        """The likeliest token of each row, as `draw` has it at temperature 0. Nothing of a request is looked up.
-
-        Args:
-            returned: logprobs, num_logprobs and new_tokens as in `draw`.
-        """
-        return self.draw(logits, **vars(self.greedy_parameters(positions)), **returned)
-
     def greedy_parameters(self, positions: torch.Tensor) -> Parameters:
-        """Of rows that are all greedy."""
-        rows = len(positions)
-        seeds, temperature = self.no_seeds[:rows], self.no_temperature[:rows]
+        """Of rows that are all greedy: nothing of a request is looked up."""
+        rows = positions.shape[0]
         if rows > self.max_rows:
-            seeds, temperature = seeds.new_zeros(rows), temperature.new_zeros(rows)
-        return Parameters(seeds=seeds, positions=positions, temperature=temperature)
+            return Parameters(
+                seeds=torch.zeros_like(positions),
+                positions=positions,
+                temperature=torch.zeros(rows, device=self.device),
+            )
+        return Parameters(positions=positions, **self.greedy(rows))
 
     def draw_in_parts(
         self, logits: torch.Tensor, parameters: dict[str, torch.Tensor | None], **returned: Any
@@ -196,7 +196,7 @@ class RowSampler:
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
         row = torch.zeros(1, max(vocab, stride), dtype=dtype, device=self.device)[:, :vocab]
         for names in COMBINATIONS:
-            off = {name: self.off[name][:1] for name in names}
+            off = {name: self.off(1)[name] for name in names}
             for kept in (False, True) if spec.kept else (False,):
                 api.run(plan, row, Parameters(seeds=zero, positions=zero, **off), kept=kept)
         info_once(f"dsl samples from {vocab} logits, {str(dtype).removeprefix('torch.')}: by {plan.kernel_title}")

@@ -125,18 +125,18 @@ class DSLSampler(Sampler):
         states = self.sampling_states
         if all_greedy(states.temperature.np[in_batch]):
             # Seeds and temperatures would be gathered by a launch each, and are not read.
-            returned = {"logprobs": logprobs, "num_logprobs": num_logprobs, "new_tokens": new_tokens}
-            drawn = self.rows.draw_greedy(logits, step["pos"], **returned)
-            return drawn, logits, self.rows.greedy_parameters(step["pos"])
-        top_k, top_p = compat.filters_of(states, requests, in_batch, logits.shape[-1])
-        parameters = Parameters(
-            seeds=states.seeds.gpu[requests],
-            positions=step["pos"],
-            temperature=states.temperature.gpu[requests] if np.any(states.temperature.np[in_batch] != 1.0) else None,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
-        )
+            parameters, kept = self.rows.greedy_parameters(step["pos"]), False
+        else:
+            top_k, top_p = compat.filters_of(states, requests, in_batch, logits.shape[-1])
+            has_temperature = np.any(states.temperature.np[in_batch] != 1.0)
+            parameters = Parameters(
+                seeds=states.seeds.gpu[requests],
+                positions=step["pos"],
+                temperature=states.temperature.gpu[requests] if has_temperature else None,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=states.min_p.gpu[requests] if np.any(states.min_p.np[in_batch] != 0.0) else None,
+            )
         drawn = self.rows.draw(
             logits, **vars(parameters), logprobs=logprobs, num_logprobs=num_logprobs, new_tokens=new_tokens, kept=kept
         )
