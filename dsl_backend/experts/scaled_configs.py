@@ -185,6 +185,7 @@ def sm100_candidates(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsCo
 @cache
 def by_height(spec: ExpertsSpec, target: Target) -> tuple[ScaledExpertsConfig, ...]:
     """SM90's kernels whose tiles have BOXES: those of 128 rows, then those of 64. None where nothing fits."""
+    assert spec.weight is not None
     found = []
     for kind in (ScaledGemmConfig, SideBySideConfig):
         beside = kind is ScaledGemmConfig or not spec.weight.blocked
