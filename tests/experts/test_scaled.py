@@ -374,9 +374,8 @@ BESIDE = ScaledExpertsConfig(first=NARROW, second=replace(WIDE, stages=3), besid
 FOURS = ScaledExpertsConfig(first=NARROW, second=WIDE, prefetches=True, trims=True)
 PROMOTED = replace(NARROW, promotion=4)
 CHANNELS = ScaledExpertsConfig(first=PROMOTED, second=replace(PROMOTED, stages=3), beside=True, trims=True)
-FEW = ScaledExpertsConfig(first=SIDE, second=THIN, beside=True, prefetches=True, trims=True)
 # Both consumers have half of each group of the first product's columns, which the epilogue quantises.
-FEW_EPILOGUE = ScaledExpertsConfig(first=SIDE, second=THIN, prefetches=True, trims=True)
+FEW = ScaledExpertsConfig(first=SIDE, second=THIN, prefetches=True, trims=True)
 FEW_CHANNELS = ScaledExpertsConfig(
     first=replace(THIN, promotion=4), second=replace(SIDE, promotion=4), beside=True, prefetches=True, trims=True
 )
@@ -410,12 +409,9 @@ EMULATED: dict[str, tuple[str, ScaledExpertsConfig, int]] = {
     # Consumers side by side.
     "few": ("blocks-padding", FEW, 1),
     "few-wide": ("blocks-wide", FEW, 1),
-    "few-tall": ("blocks-tall", FEW, 3),
-    "few-epilogue": ("blocks-padding", FEW_EPILOGUE, 1),
     # Several work tiles a CTA: magnitudes of one while those of the tile before may still be read.
-    "few-epilogue-wide": ("blocks-wide", FEW_EPILOGUE, 1),
-    "few-epilogue-tall": ("blocks-tall", FEW_EPILOGUE, 3),
-    "few-epilogue-special": ("blocks-special", FEW_EPILOGUE, 1),
+    "few-tall": ("blocks-tall", FEW, 3),
+    "few-special": ("blocks-special", FEW, 1),
     # Wide tiles: one row of tiles is partly filled, and several work tiles an expert.
     "turns": ("blocks-padding", TURNED, 1),
     "turns-wide": ("blocks-wide", TURNED, 1),
