@@ -140,6 +140,16 @@ class Parameters:
         return any(one is not None for one in (self.top_k, self.top_p, self.min_p))
 
 
+def parameters_off(max_rows: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """By name, tensors [max_rows] that turn a parameter off, for kernels that take one in any case."""
+    return {
+        "temperature": torch.ones(max_rows, device=device),
+        "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
+        "top_p": torch.ones(max_rows, device=device),
+        "min_p": torch.zeros(max_rows, device=device),
+    }
+
+
 def first_rows(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     """Views."""
     return {name: tensor[:rows] for name, tensor in tensors.items()}

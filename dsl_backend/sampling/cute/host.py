@@ -16,7 +16,15 @@ from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import ACCESS_BYTES, ClusterConfig, blocks_of, widest_vector
 from dsl_backend.sampling.cute.args import SampleArgs
 from dsl_backend.sampling.cute.kernel import NUMERIC, Sample, SampleKey
-from dsl_backend.sampling.spec import Kept, LogprobsMode, Parameters, Sampled, SamplingSpec, first_rows
+from dsl_backend.sampling.spec import (
+    Kept,
+    LogprobsMode,
+    Parameters,
+    Sampled,
+    SamplingSpec,
+    first_rows,
+    parameters_off,
+)
 from dsl_backend.sampling.triton.logprobs_host import ProcessedRows
 from dsl_backend.sampling.tuned import config_of, configs_of
 
@@ -145,13 +153,7 @@ class CuteSampler:
             for config in configs_of(each, target, max_rows, widest_vector(each)):
                 self.function(key_of(each, config))
         # Operands for parameters that are off for all rows.
-        off = {
-            "temperature": torch.ones(max_rows, device=device),
-            "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
-            "top_p": torch.ones(max_rows, device=device),
-            "min_p": torch.zeros(max_rows, device=device),
-        }
-        self.off = cache(partial(first_rows, off))
+        self.off = cache(partial(first_rows, parameters_off(max_rows, device)))
         finishes = any(key.config.finish_cluster for key in self.functions)
         self.scratch = scratch(spec, max_rows, device) if finishes else None
 

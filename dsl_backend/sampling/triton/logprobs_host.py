@@ -8,7 +8,7 @@ import triton
 
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling.configs import TritonConfig
-from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec
+from dsl_backend.sampling.spec import LogprobsMode, Parameters, Sampled, SamplingSpec, parameters_off
 from dsl_backend.sampling.triton.args import Likeliest, LogprobsWorkspace, RowParameters
 from dsl_backend.sampling.triton.dependent_launch import block_of, warps_of
 from dsl_backend.sampling.triton.kernel import rank_row
@@ -49,9 +49,7 @@ class RowSums:
             top_k_keys=torch.empty(max_rows, **longs),
         )
         # In the place of parameters that are off for all rows: so all steps have the same kernels.
-        self.ones = torch.ones(max_rows, device=device)
-        self.zeros = torch.zeros(max_rows, device=device)
-        self.no_top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.off = parameters_off(max_rows, device)
         self.options: dict[str, Any] = {
             "BLOCKS": self.blocks,
             "BLOCK": self.block,
@@ -63,15 +61,8 @@ class RowSums:
 
     def arguments(self, logits: torch.Tensor, parameters: Parameters) -> tuple[Any, ...]:
         """The first arguments of all launches: logits, their row stride, parameters, the workspace."""
-        temperature, top_k, top_p = parameters.temperature, parameters.top_k, parameters.top_p
-        rows = RowParameters(
-            parameters.seeds,
-            parameters.positions,
-            self.ones if temperature is None else temperature,
-            self.no_top_k if top_k is None else top_k,
-            self.ones if top_p is None else top_p,
-            self.zeros if parameters.min_p is None else parameters.min_p,
-        )
+        given = {name: tensor for name, tensor in vars(parameters).items() if tensor is not None}
+        rows = RowParameters(**(self.off | given))
         return logits, logits.stride(0), rows, self.workspace
 
     @property

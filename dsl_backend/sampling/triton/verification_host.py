@@ -112,7 +112,7 @@ class TritonVerifier:
 
     def row_parameters(self, parameters: Parameters) -> RowParameters:
         """Without filters, which have launches of their own; with a temperature, so that all steps have one kernel."""
-        temperature = self.filters.ones if parameters.temperature is None else parameters.temperature
+        temperature = self.filters.off["temperature"] if parameters.temperature is None else parameters.temperature
         return RowParameters(parameters.seeds, parameters.positions, temperature, None, None, None)
 
     def sum_rows(self, given: Given, outputs: VerifiedOutputs, requests: int, kinds: int, sums_rows: bool) -> None:

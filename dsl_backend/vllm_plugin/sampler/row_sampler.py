@@ -10,7 +10,15 @@ import torch
 from dsl_backend.log import info_once
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch
-from dsl_backend.sampling.spec import MAX_LOGPROBS, LogprobsMode, Parameters, Sampled, SamplingSpec, first_rows
+from dsl_backend.sampling.spec import (
+    MAX_LOGPROBS,
+    LogprobsMode,
+    Parameters,
+    Sampled,
+    SamplingSpec,
+    first_rows,
+    parameters_off,
+)
 from dsl_backend.vllm_plugin import options
 from dsl_backend.vllm_plugin.options import ServedBy
 
@@ -92,19 +100,14 @@ class RowSampler:
         asked = {Returned.NOTHING: True, Returned.ALL_LOGPROBS: logprobs, Returned.LIKELIEST: likeliest is not None}
         self.kinds = tuple(kind for kind, may_be in asked.items() if may_be)
         self.plans: dict[tuple[int, torch.dtype, Returned], api.SamplingPlan] = {}
-        off = {
-            "temperature": torch.ones(max_rows, device=device),
-            "top_k": torch.zeros(max_rows, dtype=torch.int32, device=device),
-            "top_p": torch.ones(max_rows, device=device),
-            "min_p": torch.zeros(max_rows, device=device),
-        }
         # Of rows that are all greedy: no seed is read.
         greedy = {
             "seeds": torch.zeros(max_rows, dtype=torch.int64, device=device),
             "temperature": torch.zeros(max_rows, device=device),
         }
         # Views are made once for each number of rows.
-        self.off, self.greedy = cache(partial(first_rows, off)), cache(partial(first_rows, greedy))
+        self.off = cache(partial(first_rows, parameters_off(max_rows, device)))
+        self.greedy = cache(partial(first_rows, greedy))
 
     def returns(self, num_logprobs: int) -> bool:
         """Whether so many of the likeliest tokens may be asked for; -1 are all."""
