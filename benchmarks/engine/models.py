@@ -175,6 +175,11 @@ CHANNELS: dict[str, Any] = {
 # DeepSeek's and Qwen's: of 128x128 weights, and of 128 columns of a token.
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
+# As the published checkpoint: the router stays in 16 bits.
+QWEN_MOE_BLOCKS: dict[str, Any] = BLOCKS | {
+    "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(48))]
+}
+
 TINY_SIZES: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -236,6 +241,14 @@ SHAPES = {
         max_model_len=40960,
         backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
         weight_bytes=61.1e9,
+        token_bytes=48 * 2 * 4 * 128 * 2,
+    ),
+    # Weights in e4m3, but for the embedding, the router and the logits. Two engines fit into an H200's memory.
+    "qwen3-30b-a3b-fp8-blocks": Shape(
+        config=QWEN_MOE | {"quantization_config": QWEN_MOE_BLOCKS},
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=31.2e9,
         token_bytes=48 * 2 * 4 * 128 * 2,
     ),
     # A quarter of its layers: in 80 GB two engines take turns.
