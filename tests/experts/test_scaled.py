@@ -361,6 +361,8 @@ def test_the_faster_tiles_on_an_h200(sizes: dict[str, int], weight: ScaledFormat
     chosen = {tokens: scaled_configs.choose(spec, tokens, from_arch("sm_90a")) for tokens in (1, 8, 64, 512, 2048)}
     side = {tokens for tokens, config in chosen.items() if isinstance(config.first, SideBySideConfig)}
     assert side == set(few)
+    # Their epilogue quantises whole groups, and has no scale of a whole row.
+    assert {chosen[tokens].beside for tokens in side} == {not weight.blocked}
     wide = {tokens for tokens, config in chosen.items() if config == scaled_configs.wide(spec, from_arch("sm_90a"))}
     assert wide == {tokens for tokens in chosen if tokens * 8 >= 128 * spec.num_experts}
 
