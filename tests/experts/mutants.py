@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts' two main kernels as kernels whose mutants are judged. In their problems every ring goes round twice."""
+"""Experts' main kernels as kernels whose mutants are judged. In their problems every ring goes round twice."""
 
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from judge import Kernel
 from suite import Rows, Suite
 
-from dsl_backend.experts.cute import host
+from dsl_backend.experts.configs import DecodeConfig, ExpertsConfig
+from dsl_backend.experts.cute import host, scaled_host
+from dsl_backend.experts.scaled_configs import ScaledExpertsConfig, SideBySideConfig
+from dsl_backend.quant.format import BLOCK_SCALED
 from dsl_backend.runtime.compile import Function
 from dsl_backend.runtime.workspace import Workspace
-from dsl_backend.testing.experts import PLAIN, judge, tensors
+from dsl_backend.testing.experts import PLAIN, ExpertsCase, judge, tensors
 
 sys.path.append(str(Path(__file__).resolve().parent))
 
@@ -30,20 +35,37 @@ ROUTED = replace(PLAIN, tokens=80, num_experts=3, hidden=264, width=264, topk=2,
 FEW = replace(PLAIN, tokens=9, num_experts=5, hidden=328, width=136, topk=4, biases=True)
 
 
-def call(one: Emulated) -> Callable[[], bool]:
-    """A call of an operator's kernels that says whether its results are right."""
-    given, spec, config = tensors(one.case, "cpu"), one.case.spec, one.tiles()
+# Several tiles of rows and of columns for a CTA, whose consumers have half of a group of the output each; K is five
+# stages and a part of one.
+BLOCKS = ExpertsCase(
+    tokens=100, num_experts=2, hidden=656, width=256, topk=2, weight=BLOCK_SCALED, x_given=True, routing="zipf"
+)
+SIDE_BY_SIDE = ScaledExpertsConfig(
+    first=SideBySideConfig(stages=2), second=SideBySideConfig(stages=2), prefetches=True, trims=True
+)
+
+
+def call(
+    module: ModuleType, case: ExpertsCase, config: ExpertsConfig | DecodeConfig, ctas: tuple[int, ...]
+) -> Callable[[], bool]:
+    """A call of an operator's kernels that says whether its results are right.
+
+    Args:
+        module: that builds and launches them.
+        ctas: of its launches.
+    """
+    given, spec = tensors(case, "cpu"), case.spec
     workspace, built = Workspace(torch.device("cpu")), list[Function]()
 
     def run() -> bool:
         if not built:
-            built.append(host.build(host.key_of(spec, config), TARGETS[SM90]))
+            built.append(module.build(module.key_of(spec, config), TARGETS[SM90]))
         # A mutant that was stopped in the middle of a launch leaves them as they were there.
         workspace.reset()
         given.out.fill_(torch.nan)
-        host.run(built[0], spec, config, given, one.ctas(), workspace)
+        module.run(built[0], spec, config, given, ctas, workspace)
         try:
-            judge(one.case, given)
+            judge(case, given)
         except AssertionError:
             return False
         return not workspace.flags(0).any()
@@ -51,13 +73,22 @@ def call(one: Emulated) -> Callable[[], bool]:
     return run
 
 
-def subject(name: str, number: int, one: Emulated) -> Kernel:
+def of_16_bits(one: Emulated) -> Callable[[], bool]:
+    return call(host, one.case, one.tiles(), one.ctas())
+
+
+def of_blocks() -> Callable[[], bool]:
+    ctas = SIDE_BY_SIDE.ctas(BLOCKS.spec, BLOCKS.tokens, TARGETS[SM90])
+    return call(scaled_host, BLOCKS, SIDE_BY_SIDE, (1, *ctas[1:]))
+
+
+def subject(name: str, number: int, prepared: Callable[[], Callable[[], bool]]) -> Kernel:
     """A kernel, with its call built when it is judged."""
     calls: list[Callable[[], bool]] = []
 
     def run() -> bool:
         if not calls:
-            calls.append(call(one))
+            calls.append(prepared())
         return calls[0]()
 
     return Kernel(name, SM90, run, sms=SMS, number=number, most=2, by_instruction=True)
@@ -66,12 +97,17 @@ def subject(name: str, number: int, one: Emulated) -> Kernel:
 KERNELS = {
     kernel.name: kernel
     for kernel in (
-        subject("SM90 gate and up", FIRST, Emulated(id="rows", why="mutants", case=ROUTED, config="pingpong")),
+        subject(
+            "SM90 gate and up",
+            FIRST,
+            partial(of_16_bits, Emulated(id="rows", why="mutants", case=ROUTED, config="pingpong")),
+        ),
         subject(
             "SM90 decode gate and up",
             DECODE_FIRST,
-            Emulated(id="few", why="mutants", case=FEW, config="rows", decodes=True),
+            partial(of_16_bits, Emulated(id="few", why="mutants", case=FEW, config="rows", decodes=True)),
         ),
+        subject("SM90 e4m3 gate and up", FIRST, of_blocks),
     )
 }
 # (pattern of the kernel, pattern of `kind: what`, reason)
@@ -126,8 +162,8 @@ UNSEEN: Rows = [
 ]
 HEAD = """# Mutants of the experts' kernels
 
-This page shows which mistakes in the first products of routed experts, for many tokens and for few, the emulator
-finds. The mistakes are those of
+This page shows which mistakes in the first products of routed experts, for many tokens, for few, and of e4m3 weights,
+the emulator finds. The mistakes are those of
 [emulator-mutants.md](emulator-mutants.md), one at a time in the PTX of a kernel. Tiles are small, and problems are long
 enough for each ring of stages to wrap around more than twice.
 
