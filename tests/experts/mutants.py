@@ -123,17 +123,17 @@ EQUIVALENT: Rows = [
         "all warps together ask for fewer registers than the SM has, in either order; values do not depend on it",
     ),
     (
-        "SM90 gate and up",
+        "SM90 (e4m3 )?gate and up",
         r"drop: .*fence.mbarrier_init.*\(grouped.py",
         "there is no cluster, and the same thread fences for the async proxy behind it, before the CTA's barrier",
     ),
     (
-        "SM90 gate and up",
+        "SM90 (e4m3 )?gate and up",
         r"(drop|swap): .*fence.proxy.async.*in clear_stages",
         "every consumer fences behind the full barrier, before its products",
     ),
     (
-        "SM90 gate and up",
+        "SM90 (e4m3 )?gate and up",
         "swap: .*fence.proxy.async.*behind `wgmma.fence",
         "the fence still comes before the products",
     ),
@@ -141,6 +141,11 @@ EQUIVALENT: Rows = [
         "SM90 gate and up",
         r"(drop|swap): .*bar.sync %r\d+, 128.*in epilogue\)",
         "warpgroups that take turns, with one block of rows a tile, meet in another barrier between two stores",
+    ),
+    (
+        "SM90 e4m3",
+        r"swap: .*wgmma.commit_group.*behind `ld.global.b32 .*in issue\)",
+        "a scale is loaded between the products and their group's end",
     ),
     (
         "SM90 decode",

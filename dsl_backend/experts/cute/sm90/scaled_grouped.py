@@ -266,8 +266,9 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
                             held[4 * j + 2 * b + a, mma_tile, part] * inverses[b] for b in range(2) for a in range(2)
                         ]
                         copies[2][j] = f32_to_e4m3(*values)
-                    # All threads have read what was staged last.
-                    cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
+                    # All threads have read what was staged last. Side by side both consumers have met since.
+                    if cutlass.const_expr(self.side == 1):
+                        cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                     self.stage_rows(copies, sOut, group, thread)
                     cute.arch.barrier(barrier_id=CONSUMER_BARRIER + group, number_of_threads=WARPGROUP)
                     column = (work.n_tile + part) * self.columns
