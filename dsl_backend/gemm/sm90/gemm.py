@@ -26,7 +26,7 @@ from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
 
-# Named barriers: one of each consumer, then those of the ping-pong order.
+# Named barriers: one of each consumer, then those of the ping-pong order, then one of both consumers.
 CONSUMER_BARRIER, ORDER_BARRIER, BOTH_BARRIER = 1, 1 + CONSUMERS, 1 + 2 * CONSUMERS
 
 
