@@ -278,7 +278,7 @@ def serve_sampling(target: Target) -> Iterator[None]:
             # The vocabulary is padded.
             logits = torch.empty(rows, 1024)[:, :vocab]
             ids = torch.zeros(rows, dtype=torch.int64)
-            neutral = {name: values[:rows] for name, values in sampler.off.items()}
+            neutral = sampler.off(rows)
             given = {name: value for name, value in neutral.items() if draw.random() < 0.5} if step else {}
             sampler.draw(logits, ids, ids, logprobs=draw.random() < 0.5, **given)
             if not step:
