@@ -143,9 +143,10 @@ def l2_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or L2_BYTES_UNKNOWN
 
 
-def layers_needed(traffic_bytes: int, cache_bytes: int) -> int:
-    """The number of layers whose data together exceeds the cache: at least 1, at most MOST_LAYERS."""
-    return max(1, min(MOST_LAYERS, -(-L2_MULTIPLE * cache_bytes // max(traffic_bytes, 1))))
+def layers_needed(traffic_bytes: int, cache_bytes: int, moved_bytes: int = 0, most: int = MOST_LAYERS) -> int:
+    """The number of layers that together exceed the cache and move so many bytes: at least 1, at most `most`."""
+    asked = max(L2_MULTIPLE * cache_bytes, moved_bytes)
+    return max(1, min(most, -(-asked // max(traffic_bytes, 1))))
 
 
 def make_timer(launch: Launch, layers: int, device: torch.device, flush: bool = False) -> Timer:

@@ -177,7 +177,10 @@ BLOCKS: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic",
 
 # As the published checkpoint: the router stays in 16 bits.
 QWEN_MOE_BLOCKS: dict[str, Any] = BLOCKS | {
-    "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(48))]
+    "modules_to_not_convert": [
+        "lm_head",
+        *(f"model.layers.{layer}.mlp.gate" for layer in range(QWEN_MOE["num_hidden_layers"])),
+    ]
 }
 
 TINY_SIZES: dict[str, Any] = {

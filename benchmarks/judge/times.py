@@ -127,8 +127,7 @@ def times_of_launch(blocks: Sequence[tuple[float, list[float]]], layers: int) ->
 
 def layers_of_block(traffic_bytes: int, cache_bytes: int) -> int:
     """Layers of a block on a GPU: they exceed the cache, and move BLOCK_BYTES if that many are allowed."""
-    moved = max(timing.L2_MULTIPLE * cache_bytes, BLOCK_BYTES)
-    return max(1, min(MOST_LAYERS, -(-moved // max(traffic_bytes, 1))))
+    return timing.layers_needed(traffic_bytes, cache_bytes, BLOCK_BYTES, MOST_LAYERS)
 
 
 def asked(process: Process, empty: bool) -> float:

@@ -4,7 +4,7 @@
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -150,9 +150,9 @@ def parameters_off(max_rows: int, device: torch.device) -> dict[str, torch.Tenso
     }
 
 
-def first_rows(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """Views."""
-    return {name: tensor[:rows] for name, tensor in tensors.items()}
+def first_rows(tensors: Mapping[str, torch.Tensor]) -> Callable[[int], Mapping[str, torch.Tensor]]:
+    """A function of a number of rows: views of so many first ones, which are made once for each number."""
+    return cache(lambda rows: {name: tensor[:rows] for name, tensor in tensors.items()})
 
 
 class Kept(NamedTuple):

@@ -3,7 +3,6 @@
 
 import math
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -117,9 +116,7 @@ def with_expected_strides(logits: torch.Tensor) -> torch.Tensor:
     torch allows any row stride of a single row, and any column stride of rows of a single logit.
     """
     rows, vocab = logits.shape
-    if logits.stride() == (vocab, 1):
-        return logits
-    if (vocab > 1 or logits.stride(1) == 1) and rows > 1:
+    if logits.stride() == (vocab, 1) or ((vocab > 1 or logits.stride(1) == 1) and rows > 1):
         return logits
     return logits.as_strided((rows, vocab), (logits.stride(0) if rows > 1 else vocab, 1))
 
@@ -153,7 +150,7 @@ class CuteSampler:
             for config in configs_of(each, target, max_rows, widest_vector(each)):
                 self.function(key_of(each, config))
         # Operands for parameters that are off for all rows.
-        self.off = cache(partial(first_rows, parameters_off(max_rows, device)))
+        self.off = first_rows(parameters_off(max_rows, device))
         finishes = any(key.config.finish_cluster for key in self.functions)
         self.scratch = scratch(spec, max_rows, device) if finishes else None
 

@@ -2,7 +2,6 @@
 """The sampling plans that both runners' samplers use, for all kinds of batches of an engine."""
 
 import enum
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,9 +104,7 @@ class RowSampler:
             "seeds": torch.zeros(max_rows, dtype=torch.int64, device=device),
             "temperature": torch.zeros(max_rows, device=device),
         }
-        # Views are made once for each number of rows.
-        self.off = cache(partial(first_rows, parameters_off(max_rows, device)))
-        self.greedy = cache(partial(first_rows, greedy))
+        self.off, self.greedy = first_rows(parameters_off(max_rows, device)), first_rows(greedy)
 
     def returns(self, num_logprobs: int) -> bool:
         """Whether so many of the likeliest tokens may be asked for; -1 are all."""
