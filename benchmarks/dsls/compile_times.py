@@ -66,7 +66,8 @@ def run(tasks: Sequence[Task], device: str, until: float | None = None) -> Itera
 
 def measured(task: Task, device: str, until: float | None) -> dict[str, Any]:
     """Runs a task twice, in a folder that is empty at first. A first run without a second one has a message."""
-    with tempfile.TemporaryDirectory(prefix="dsl-backend-compile-") as name:
+    # What a compiler left running may still write while the folder is removed.
+    with tempfile.TemporaryDirectory(prefix="dsl-backend-compile-", ignore_cleanup_errors=True) as name:
         cold = asked(task, device, Path(name), until)
         if "seconds" not in cold:
             return task.record(**cold)

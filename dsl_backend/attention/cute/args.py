@@ -41,7 +41,11 @@ class MlaTensors(NamedTuple):
 
 
 class DenseLoads(NamedTuple):
-    """TMA atoms of a kernel, each with the tensor that it copies from."""
+    """TMA atoms of a kernel, each with the tensor that it copies from.
+
+    Attributes:
+        k_step, v_step: steps from a page to the next in mK and mV, where a box has all columns of a page.
+    """
 
     tma_atom_q: cute.CopyAtom
     mQ: cute.Tensor
@@ -49,6 +53,8 @@ class DenseLoads(NamedTuple):
     mK: cute.Tensor
     tma_atom_v: cute.CopyAtom
     mV: cute.Tensor
+    k_step: cutlass.Int32 | None = None
+    v_step: cutlass.Int32 | None = None
 
 
 class DenseKeyLoads(NamedTuple):

@@ -99,9 +99,13 @@ class Alignment:
     """Checks that TMA can take the tensors of a kernel, whose dtypes do not change.
 
     Addresses are looked at in every launch, strides once for each layout: 1 us less of a launch's 20.
+
+    Args:
+        head_steps: pages of keys and values must begin at multiples of the step from a head to the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, head_steps: bool = False) -> None:
+        self.head_steps = head_steps
         self.layouts: set[tuple[tuple[int, ...], ...]] = set()
 
     def check(self, names: tuple[str, ...], tensors: tuple[torch.Tensor, ...]) -> None:
@@ -114,6 +118,8 @@ class Alignment:
             return
         for name, tensor in zip(names, tensors, strict=True):
             check_alignment(name, tensor)
+            if self.head_steps and name in ("keys", "values"):
+                check_head_steps(name, tensor)
         if len(self.layouts) >= MOST_LAYOUTS:
             self.layouts.clear()
         self.layouts.add(layout)
@@ -128,6 +134,16 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
         raise Misaligned(
             f"{name} begins at {tensor.data_ptr():#x} and has strides of {strides} bytes: multiples of {ALIGNMENT} "
             f"are needed"
+        )
+
+
+def check_head_steps(name: str, cache: torch.Tensor) -> None:
+    pages, _, heads, _ = cache.shape
+    page_stride, _, head_stride, _ = cache.stride()
+    if heads > 1 and (head_stride == 0 or (pages > 1 and page_stride % head_stride)):
+        raise Misaligned(
+            f"{name} has pages that begin {page_stride} elements apart, and heads {head_stride}: a multiple of that is "
+            f"needed"
         )
 
 
@@ -356,6 +372,7 @@ class DenseKernel(LayerKernel):
         other_type: the class of `other`; None: the same.
         most_packed_heads: of a tile, where keys are split.
         other: the kernel of the second one; None where one serves all query lengths.
+        estimates_other: where the host knows all lengths, an estimate chooses `other`, whatever the longest query is.
         extend: the kernel for few query tiles; None where keys of long queries are not split.
         takes_short_queries: these kernels may serve short queries beside long ones, whose products are as exact.
         exact_pairs, late_claims: the kernel's, as `TiledKernel` has them.
@@ -366,6 +383,7 @@ class DenseKernel(LayerKernel):
     other_type: "type[DenseKernel] | None" = None
     most_packed_heads = 64
     exact_pairs = late_claims = False
+    estimates_other = False
     takes_short_queries = True
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
@@ -416,8 +434,8 @@ class DenseKernel(LayerKernel):
             return None
         if batch.host_lengths is not None:
             whole: DenseKernel = self
-            if self.other is not None and self.is_for_other(batch.max_query_len):
-                # Long queries are not reason enough where larger query tiles leave CTAs idle.
+            if self.other is not None and (self.estimates_other or self.is_for_other(batch.max_query_len)):
+                # Larger query tiles may leave CTAs idle, or a larger part of a tile beyond its prompt.
                 estimate = Estimate(self.spec, batch.host_lengths, self.target, min_seqlen_q)
                 whole = min((self.other, self.alone), key=lambda one: estimate.whole_us(one.tiling, min_seqlen_q))
             tilings = whole.tiling, self.extend.tiling

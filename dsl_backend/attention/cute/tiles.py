@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsl_backend.attention.cute.args import DenseLoads
 from dsl_backend.attention.cute.dequant import fp8_smem_layout, fp8_tma_box
-from dsl_backend.attention.cute.loader.dense import box_rows, query_box, tokens_of_box
+from dsl_backend.attention.cute.loader.dense import SWIZZLE_ROWS, box_rows, query_box, tokens_of_box
 from dsl_backend.attention.cute.scheduler.balanced import BalancedSplitKVTileScheduler, SplitRule
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
@@ -147,6 +147,9 @@ class TiledKernel:
         math_clears: the MMA warps zero-fill the rows beyond the first box, and release the stages of Q to the load warp
             before the first work tile.
         box: keys of one TMA box.
+        takes_page_boxes: a kernel that can have `page_boxes`.
+        page_boxes: a TMA box has all columns of its keys, and not one chunk: a page of 16 keys is one box. In shared
+            memory the chunks of eight keys lie side by side.
         pair_row_tiles: split-KV schedules the row tiles of causal prompts in pairs.
         exact_pairs: a row tile that has no partner does not count as a pair.
         late_claims: a CTA claims its next query tile when it has nearly loaded the one that it processes, and not when
@@ -154,6 +157,7 @@ class TiledKernel:
     """
 
     most_boxes = 1
+    takes_page_boxes = False
     pair_row_tiles = False
     exact_pairs = False
     late_claims = False
@@ -172,6 +176,9 @@ class TiledKernel:
         self.dtype_v = cutlass.Float16 if key.kv.quantized else self.dtype
         self.copied = fp8_chunk(key.head_dim) if key.kv.quantized else self.chunk
         self.copied_v = fp8_chunk(key.columns) if key.kv.quantized else self.chunk_v
+        self.page_boxes = self.takes_page_boxes and has_page_boxes(key)
+        if self.page_boxes:
+            self.copied, self.copied_v = self.dims, self.dims_v
 
     def atom(self, width: int):
         """The swizzled layout atom of rows of `width` elements."""
@@ -180,6 +187,11 @@ class TiledKernel:
     def staged(self, rows: int, width: int, stages: int):
         """(row, column, stage) in shared memory: chunks of columns, each (row, chunk)."""
         return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
+
+    def key_tiles(self, width: int):
+        """`staged` of K or V."""
+        shape = self.tile_n, width, self.config.stages
+        return cute.tile_to_shape(self.atom(width), shape, order=(1, 0, 2) if self.page_boxes else (0, 1, 2))
 
     def query_tiles(self, width: int):
         """The same for query tiles, or outputs stored through their stages, which have room for the wider of both."""
@@ -252,6 +264,8 @@ class TiledKernel:
         """The layout in shared memory of one TMA box of K or V, and the box's shape."""
         if self.key.kv.quantized:
             return fp8_tma_box(self.box, self.stored(fp8_chunk(width)))
+        if self.page_boxes:
+            return cute.tile_to_shape(self.atom(width), (self.box, width), order=(1, 0)), (self.box, width)
         return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
@@ -273,15 +287,20 @@ class TiledKernel:
                     stride=(q.stride[1], q.stride[0], 1, q.stride[1] * key.pack_gqa),
                 ),
             )
-        order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
-        mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
-        mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
+        k_step, v_step = None, None
+        if self.page_boxes:
+            mK, k_step = by_head_step(keys, self.chunk)
+            mV, v_step = by_head_step(values, self.chunk_v)
+        else:
+            order = [1, 3, 2, 0] if key.page_size else [0, 2, 1]
+            mK = cute.make_tensor(keys.iterator, cute.select(keys.layout, mode=order))
+            mV = cute.make_tensor(values.iterator, cute.select(values.layout, mode=order))
         if key.v_splits > 1:
             mV = self.by_slice(mV)
         q_load = cpasync.make_tiled_tma_atom(load, mQ, *self.query_box())
         k_load = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
         v_load = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
-        return DenseLoads(*q_load, *k_load, *v_load)
+        return DenseLoads(*q_load, *k_load, *v_load, k_step, v_step)
 
     def load_op(self) -> Any:
         return cpasync.CopyBulkTensorTileG2SOp()
@@ -314,6 +333,38 @@ class TiledKernel:
         return DynamicPersistentTileScheduler(
             self.key, work_pipeline, self.tokens_per_tile, self.tile_n, requests, scheduler_workspace
         )
+
+
+def has_page_boxes(key: LayerKey) -> bool:
+    """Whether a TMA box may have all columns of the keys of a page.
+
+    Not of a quantized cache, whose tiles are not swizzled; of packed keys, which begin at any row; of padded columns,
+    behind which the next head's lie; nor of values in splits, whose tensor map would have six dimensions.
+    """
+    whole = all(padded(width) == width for width in (key.head_dim, key.columns))
+    return key.page_size > 0 and not key.kv.quantized and key.v_splits == 1 and whole
+
+
+def by_head_step(cache: cute.Tensor, chunk: int) -> tuple[cute.Tensor, cutlass.Int32]:
+    """K or V [token, column, step], and the steps from a page to the next: a step is that from a head to the next.
+
+    A tensor map has five dimensions. Those of a box, in the order of shared memory, are columns of a chunk, eight keys,
+    chunks, and groups of eight keys. So pages and heads are one dimension, and pages must begin at multiples of a step:
+    `host.Alignment` checks that. 2^31 steps of 128 bytes are more than the memory of a GPU.
+    """
+    pages, page_size, heads, width = cache.shape
+    page_stride, token_stride, head_stride, _ = cache.stride
+    steps = cutlass.Int32(1)
+    if heads == 1:
+        # A dimension of one may have any stride.
+        head_stride = page_stride
+    else:
+        steps = cutlass.Int32(page_stride // head_stride)
+    layout = cute.make_layout(
+        ((SWIZZLE_ROWS, page_size // SWIZZLE_ROWS), (chunk, width // chunk), (pages - 1) * steps + heads),
+        stride=((token_stride, SWIZZLE_ROWS * token_stride), (1, chunk), head_stride),
+    )
+    return cute.make_tensor(cache.iterator, layout), steps
 
 
 def vector_of(out: cute.Tensor) -> int:

@@ -79,6 +79,8 @@ class LoadWarp:
         self.stages = self.config.dequant_stages if self.key.kv.quantized else self.config.stages
         kv = self.key.kv
         self.k_bytes, self.v_bytes = (self.tile_n * kv.row_bytes(dims) for dims in (kernel.dims, kernel.dims_v))
+        self.page_boxes = kernel.page_boxes
+        self.k_step, self.v_step = (loads.k_step, loads.v_step) if self.page_boxes else (None, None)
         self.set_queries(kernel, loads, sQ)
         self.sK = self.in_boxes(sK, self.box, self.copied)
         self.sV = self.in_boxes(sV, self.box, self.copied_v)
@@ -156,7 +158,8 @@ class LoadWarp:
         """
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
-            page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+            # Of `page_boxes` the tensor has no dimension of pages.
+            page = cutlass.Int32(-1 if self.page_boxes else cute.size(self.mK, mode=[3]))
             token = n_block * self.tile_n + cute.arch.lane_idx() * self.box
             if token < work.seqlen_k and cute.arch.lane_idx() < self.boxes:
                 page = self.requests.page_table[work.kv_source, token // self.page]
@@ -255,6 +258,8 @@ class LoadWarp:
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
         chunks = range(self.k_chunks)
+        if cutlass.const_expr(self.page_boxes):
+            pages = pages * self.k_step
         self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, n_block, pages, stage, full)
 
     @cute.jit
@@ -270,6 +275,8 @@ class LoadWarp:
         full = self.barriers.v_full + stage
         self.expect(full, self.v_bytes)
         mV, chunks = self.values_of(work), range(self.v_chunks)
+        if cutlass.const_expr(self.page_boxes):
+            pages = pages * self.v_step
         self.load_tile(self.tma_atom_v, mV, self.sV, self.copied_v, chunks, work, n_block, pages, stage, full)
 
     def values_of(self, work: WorkTile) -> cute.Tensor:
@@ -298,12 +305,17 @@ class LoadWarp:
         Args:
             source: [token, column, head, page], or packed [token, column, head]; target: [box, row, column, stage].
             width: columns of a chunk.
-            tile: the key tile. pages: as `pages_of` gives them.
+            tile: the key tile. pages: as `pages_of` gives them, in `page_boxes` as steps.
             rows: of a box; by default a row is a key.
         """
         rows = rows or self.box
         head = head_group_of(self.key, work.head_block) // self.group
-        if self.page:
+        if self.page_boxes:
+            # [box, box of a page, 1, step]
+            gX = cute.group_modes(cute.flat_divide(source, (rows, width)), 0, 2)
+            tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), target, gX)
+            self.load_boxes(atom, tXgX, tXsX, chunks, tile, pages + head, stage, full)
+        elif self.page:
             # [box, box of a page, chunk, page]
             gX = cute.group_modes(cute.flat_divide(source[None, None, head, None], (rows, width)), 0, 2)
             tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), target, gX)
@@ -354,6 +366,29 @@ class KeyLoadWarp(KeyLoads, LoadWarp):
 
 class RolledLoadWarp(LoadWarp):
     rolled = True
+
+
+class QueryKeyLoadWarp(LoadWarp):
+    """Loads Q and K, and a `ValueLoadWarp` beside it V."""
+
+    def load_values(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32) -> None:
+        """Nothing."""
+
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return self.tma_atom_q, self.tma_atom_k
+
+
+class ValueLoadWarp(LoadWarp):
+    """Loads V, and a `QueryKeyLoadWarp` beside it Q and K."""
+
+    def load_keys(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32) -> None:
+        """Nothing."""
+
+    def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:
+        """Nothing."""
+
+    def atoms(self) -> tuple[cute.CopyAtom, ...]:
+        return (self.tma_atom_v,)
 
 
 class PerTileLoads:

@@ -49,6 +49,7 @@ class DenseConfig:
         fold_few_rows: the same for work tiles of up to SMEM_FOLD_ROWS rows alone, beside a fold in global memory; of a
             split output tile, the splits that one CTA has from the last one on are folded too.
         early_dependents: the combine kernel lets the next kernel start before it ends.
+        load_warps: 1, or 2: one for Q and K, and one for V.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
@@ -65,6 +66,7 @@ class DenseConfig:
     fold_few_rows: bool = False
     pair_row_tiles: bool = False
     early_dependents: bool = False
+    load_warps: int = 1
 
     @property
     def tile_m(self) -> int:
@@ -123,6 +125,8 @@ class DenseConfig:
             reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more are possible for fp8 keys, 0 for others")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
+        if self.load_warps not in (1, 2) or (self.load_warps == 2 and spec.head_dim > 256):
+            reasons.append(f"{self.load_warps} load warps: 1 or 2 are possible, with heads above 256 only 1")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} K stages, {self.query_stages} Q stages: at least 2 and 1 are needed")
         columns = v_split_dim(spec.head_dim_v)
@@ -160,7 +164,8 @@ def default_config(spec: AttentionSpec) -> DenseConfig:
         # 128 rows of queries are more than half of shared memory.
         return DenseConfig(groups=2, tile_n=32, stages=2)
     if spec.head_dim_v <= 128:
-        # speculative_max gains 2 to 9 % with heads of 128, 1 to 6 % of 64, 7 % of (192, 128); it loses 3 % of 256.
+        # speculative_max gains 2 to 9 % with heads of 128 and 7 % of (192, 128); it loses 2 to 11 % of 64 and 3 % of
+        # 256 (H200; docs/decisions.md).
         tiles = DenseConfig(groups=2, tile_n=128, stages=2, ping_pong=True, speculative_max=True)
         if widest > 128:
             return tiles
@@ -168,26 +173,29 @@ def default_config(spec: AttentionSpec) -> DenseConfig:
             # Room for the combined splits in place of a second stage of Q. In global memory, each split took 3 us more
             # (H100): warpgroups take turns, so that one that waits for memory stops both.
             return replace(tiles, stages=5 if widest <= 64 else 2, fold_in_smem=True)
-        return replace(tiles, stages=6 if widest <= 64 else 2, query_stages=2)
+        if widest <= 64:
+            return replace(tiles, stages=6, query_stages=2, speculative_max=False)
+        return replace(tiles, stages=3 if widest <= 96 else 2, query_stages=2)
     # Tiles of 80 keys leave no registers to fold splits with; those of 64 spill 24 bytes there (ptxas 13.0).
     return DenseConfig(groups=2, tile_n=64 if spec.batch_invariant else 80, stages=2)
 
 
-# A batch with a query of this many tokens gets `long_query_config`.
+# A batch with a query of this many tokens gets `long_query_config`, where the host does not know all lengths.
 LONG_QUERY = 2048
 
 
 def long_query_config(spec: AttentionSpec) -> DenseConfig | None:
     """The default for batches with a query of LONG_QUERY tokens or more; None if `default_config` is as good.
 
-    Three warpgroups have 192 rows. With heads of 64 they take 6 to 17 % less time where the longest prompt has 4k to
-    6.5k tokens, 2 % less with 2130, and 3 % more with 1178, where a larger part of the last tile lies beyond the prompt
-    (H200). With heads of 96 they take up to 1.6 times as long. fp8 keys leave them no registers: three warpgroups of
-    160 and the one that converts keys are too many. A batch-invariant layer has one kernel.
+    Three warpgroups have 192 rows. With heads of 64 they take 4 to 8 % less time for 8 prompts of 1084 tokens and 4 of
+    4096, and 18 % more for 16 of 1024, of which a larger part of the last tile lies beyond the prompt (H200). Where the
+    host knows the lengths, an estimate chooses. Tiles of 96 keys leave room for a speculative row_max. Heads of 96 gain
+    nothing. fp8 keys leave no registers: three warpgroups of 160 and the one that converts keys are too many. A
+    batch-invariant layer has one kernel.
     """
     if spec.is_fp8_kv or spec.batch_invariant or max(spec.head_dim, spec.head_dim_v) > 64:
         return None
-    return DenseConfig(groups=3, tile_n=128, stages=4, ping_pong=True)
+    return DenseConfig(groups=3, tile_n=96, stages=6, ping_pong=True, speculative_max=True)
 
 
 def extend_config(spec: AttentionSpec) -> DenseConfig | None:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The SM90 kernels of dense attention for one layer spec."""
 
+from typing import Any
+
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-from dsl_backend.attention.cute.host import DenseKernel, FewOrManyRows, ManyRows
+from dsl_backend.attention.cute.host import Alignment, DenseKernel, FewOrManyRows, ManyRows
 from dsl_backend.attention.cute.sizes import widened_tokens
 from dsl_backend.attention.cute.sm90.dense_configs import default_config, default_split_config
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config
 from dsl_backend.attention.cute.sm90.fp8_kernel import Fp8Forward, Fp8Key
+from dsl_backend.attention.cute.tiles import has_page_boxes
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.variants import SM90_DECODE, SM90_FP8_DECODE, SM90_FP8_PREFILL, SM90_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -29,6 +32,10 @@ class Dense(DenseKernel):
     exact_pairs = DenseForward.exact_pairs
     late_claims = DenseForward.late_claims
 
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
+        super().__init__(spec, target, workspace, config)
+        self.alignment = Alignment(head_steps=has_page_boxes(self.key(False, None)))
+
 
 class SplitKV(Dense):
     """Attention of short queries: split-KV, with an even share of the key tiles for each CTA.
@@ -47,6 +54,7 @@ class Prefill(Dense):
     default = staticmethod(default_config)
     variants = staticmethod(SM90_PREFILL)
     extend_type = SplitKV
+    estimates_other = True
 
 
 class Fp8SplitKV(ManyRows):
