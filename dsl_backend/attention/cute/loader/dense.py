@@ -50,9 +50,11 @@ class LoadWarp:
         late_claims: the scheduler claims the next work tile when this one is nearly loaded, not when it is begun.
         copied, copied_v: columns of one TMA box of K, and of V, as they are stored.
         own_boxes, first_box: of a tile, the boxes that this CTA loads.
+        page_boxes: as of `TiledKernel`. k_step, v_step: then those of `DenseLoads`.
     """
 
     rolled = False
+    page_boxes = False
 
     def __init__(
         self,
@@ -80,7 +82,8 @@ class LoadWarp:
         kv = self.key.kv
         self.k_bytes, self.v_bytes = (self.tile_n * kv.row_bytes(dims) for dims in (kernel.dims, kernel.dims_v))
         self.page_boxes = kernel.page_boxes
-        self.k_step, self.v_step = (loads.k_step, loads.v_step) if self.page_boxes else (None, None)
+        if self.page_boxes:
+            self.k_step, self.v_step = loads.k_step, loads.v_step
         self.set_queries(kernel, loads, sQ)
         self.sK = self.in_boxes(sK, self.box, self.copied)
         self.sV = self.in_boxes(sV, self.box, self.copied_v)

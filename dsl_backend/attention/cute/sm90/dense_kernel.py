@@ -179,7 +179,9 @@ class DenseForward(TiledKernel):
                 load_warp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
             if cutlass.const_expr(config.load_warps > 1):
                 if warp == VALUE_LOAD_WARP:
-                    ValueLoadWarp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
+                    ValueLoadWarp(
+                        self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests
+                    ).run()
             if warp == SCHEDULER_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         elif warp >= (1 + config.groups) * WARPS_PER_WARPGROUP:
