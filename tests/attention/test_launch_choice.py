@@ -125,7 +125,8 @@ def test_query_tiles_of_192_rows_where_they_are_enough() -> None:
 
     assert rows((16, 2), [4209] * 2) == [192]
     assert rows((16, 16), [3193, 40, 700] * 4) == [192]
-    assert rows((32, 8), [1178] * 8) == [128], "a larger part of the last tile lies beyond the prompt"
+    assert rows((16, 16), [1084] * 8) == [192], "no longer than LONG_QUERY, but tiles are full"
+    assert rows((64, 8), [1024] * 16) == [128], "a larger part of the last tile lies beyond the prompt"
     assert rows((16, 2), [2100]) == [128], "176 tiles on 132 SMs"
     kernel: Any = Planner(spec_of((16, 2), 64), H100, scratch(), "cute").long[2]
     assert kernel.alone.other is None

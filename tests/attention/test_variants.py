@@ -67,7 +67,7 @@ def test_names_say_what_a_kernel_is() -> None:
         ("swap-AB 16x128", "queries of at most 4 tokens"),
     ]
     assert names("sm_90a", "head size 64", Operation.PREFILL)[1] == (
-        "192x128 ping-pong",
+        "192x96 ping-pong",
         "queries of 2048 tokens or more",
     )
     few_tiles = "few query tiles behind long keys"

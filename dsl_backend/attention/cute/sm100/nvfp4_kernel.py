@@ -91,7 +91,7 @@ class Nvfp4Forward(DenseForward):
 
     def loads(self, tensors: Nvfp4Tensors) -> Any:
         """`Nvfp4Loads`."""
-        found = list(super().loads(tensors))
+        *found, _, _ = super().loads(tensors)
         for scales, width in ((tensors.k_scales, self.dims), (tensors.v_scales, self.dims_v)):
             view = cute.make_tensor(scales.iterator, cute.select(scales.layout, mode=[1, 3, 2, 0]))
             found += cpasync.make_tiled_tma_atom(self.load_op(), view, *fp8_tma_box(self.box // KV_BLOCK, width))
