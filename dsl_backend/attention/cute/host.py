@@ -372,7 +372,8 @@ class DenseKernel(LayerKernel):
         other_type: the class of `other`; None: the same.
         most_packed_heads: of a tile, where keys are split.
         other: the kernel of the second one; None where one serves all query lengths.
-        estimates_other: where the host knows all lengths, an estimate chooses `other`, whatever the longest query is.
+        estimates_other: where the host knows all lengths, an estimate chooses `other` for queries of any length that
+            do not fit a tile.
         extend: the kernel for few query tiles; None where keys of long queries are not split.
         takes_short_queries: these kernels may serve short queries beside long ones, whose products are as exact.
         exact_pairs, late_claims: the kernel's, as `TiledKernel` has them.
@@ -434,7 +435,8 @@ class DenseKernel(LayerKernel):
             return None
         if batch.host_lengths is not None:
             whole: DenseKernel = self
-            if self.other is not None and (self.estimates_other or self.is_for_other(batch.max_query_len)):
+            is_estimated = self.estimates_other and batch.max_query_len > self.tile_m
+            if self.other is not None and (is_estimated or self.is_for_other(batch.max_query_len)):
                 # Larger query tiles may leave CTAs idle, or a larger part of a tile beyond its prompt.
                 estimate = Estimate(self.spec, batch.host_lengths, self.target, min_seqlen_q)
                 whole = min((self.other, self.alone), key=lambda one: estimate.whole_us(one.tiling, min_seqlen_q))

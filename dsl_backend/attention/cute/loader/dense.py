@@ -371,29 +371,6 @@ class RolledLoadWarp(LoadWarp):
     rolled = True
 
 
-class QueryKeyLoadWarp(LoadWarp):
-    """Loads Q and K, and a `ValueLoadWarp` beside it V."""
-
-    def load_values(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32) -> None:
-        """Nothing."""
-
-    def atoms(self) -> tuple[cute.CopyAtom, ...]:
-        return self.tma_atom_q, self.tma_atom_k
-
-
-class ValueLoadWarp(LoadWarp):
-    """Loads V, and a `QueryKeyLoadWarp` beside it Q and K."""
-
-    def load_keys(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32) -> None:
-        """Nothing."""
-
-    def load_queries(self, work: WorkTile, count: cutlass.Int32) -> None:
-        """Nothing."""
-
-    def atoms(self) -> tuple[cute.CopyAtom, ...]:
-        return (self.tma_atom_v,)
-
-
 class PerTileLoads:
     """The loop of load warps that load the key tiles of a work tile in one method."""
 

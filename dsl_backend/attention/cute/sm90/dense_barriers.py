@@ -55,7 +55,7 @@ def mbar_arrays(config: DenseConfig) -> dict[str, MbarArray]:
         "v_full": MbarArray(kv, kv_producer),
         "v_empty": MbarArray(kv, mma_warps),
         "work_full": MbarArray(WORK_TILE_STAGES, SCHEDULER_WARPS),
-        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + dequant_warps + config.load_warps),
+        "work_empty": MbarArray(WORK_TILE_STAGES, mma_warps + dequant_warps + LOAD_WARPS),
     }
     if fp8:
         arrays |= dequant_mbar_arrays("kv", fp8, dequant_warps)

@@ -49,7 +49,6 @@ class DenseConfig:
         fold_few_rows: the same for work tiles of up to SMEM_FOLD_ROWS rows alone, beside a fold in global memory; of a
             split output tile, the splits that one CTA has from the last one on are folded too.
         early_dependents: the combine kernel lets the next kernel start before it ends.
-        load_warps: 1, or 2: one for Q and K, and one for V.
         pair_row_tiles: the row tiles of causal prompts are split in pairs, of which each sees about as many keys.
     """
 
@@ -66,7 +65,6 @@ class DenseConfig:
     fold_few_rows: bool = False
     pair_row_tiles: bool = False
     early_dependents: bool = False
-    load_warps: int = 1
 
     @property
     def tile_m(self) -> int:
@@ -125,8 +123,6 @@ class DenseConfig:
             reasons.append(f"{self.dequant_stages} fp8 stages: 2 or more are possible for fp8 keys, 0 for others")
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             reasons.append(f"tiles of {self.tile_n} keys: a multiple of 16 up to 256 is possible")
-        if self.load_warps not in (1, 2) or (self.load_warps == 2 and spec.head_dim > 256):
-            reasons.append(f"{self.load_warps} load warps: 1 or 2 are possible, with heads above 256 only 1")
         if self.stages < 2 or self.query_stages < 1:
             reasons.append(f"{self.stages} K stages, {self.query_stages} Q stages: at least 2 and 1 are needed")
         columns = v_split_dim(spec.head_dim_v)

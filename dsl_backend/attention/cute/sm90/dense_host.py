@@ -49,7 +49,9 @@ class SplitKV(Dense):
 
 
 class Prefill(Dense):
-    """Attention of long queries. Batches with a query of LONG_QUERY tokens or more have a kernel of their own."""
+    """Attention of long queries. Batches with a query of LONG_QUERY tokens or more, or for which an estimate says so,
+    have a kernel of their own.
+    """
 
     default = staticmethod(default_config)
     variants = staticmethod(SM90_PREFILL)

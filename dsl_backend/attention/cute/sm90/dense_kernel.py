@@ -17,7 +17,7 @@ from cutlass.utils import hopper_helpers
 from dsl_backend.attention.cute.args import DenseLoads, DenseTensors, Outputs, TiledMmas
 from dsl_backend.attention.cute.combine import SplitKVCombine, cta_fold_workspace, with_fold_workspace
 from dsl_backend.attention.cute.dequant import DequantWarps, tma_barriers
-from dsl_backend.attention.cute.loader.dense import LoadWarp, QueryKeyLoadWarp, RolledLoadWarp, ValueLoadWarp
+from dsl_backend.attention.cute.loader.dense import LoadWarp, RolledLoadWarp
 from dsl_backend.attention.cute.mbarriers import allocate_mbarriers, init_mbarriers
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
@@ -30,7 +30,7 @@ from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import VECTOR_BYTES
 
-LOAD_WARP, SCHEDULER_WARP, VALUE_LOAD_WARP = 0, 1, 2
+LOAD_WARP, SCHEDULER_WARP = 0, 1
 # TMA boxes of a query tile in split-KV: most work tiles have few tokens, and TMA takes 2 to 3 ns to zero-fill a row
 # beyond the end of the batch (H200).
 MAX_Q_BOXES = 8
@@ -173,15 +173,8 @@ class DenseForward(TiledKernel):
         if warp < WARPS_PER_WARPGROUP:
             cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == LOAD_WARP:
-                load_warp: Any = RolledLoadWarp if self.dims > 256 else LoadWarp
-                if cutlass.const_expr(config.load_warps > 1):
-                    load_warp = QueryKeyLoadWarp
+                load_warp = RolledLoadWarp if self.dims > 256 else LoadWarp
                 load_warp(self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests).run()
-            if cutlass.const_expr(config.load_warps > 1):
-                if warp == VALUE_LOAD_WARP:
-                    ValueLoadWarp(
-                        self, work_pipeline, tma_barriers(barriers), loads, sQ, sK_tma, sV_tma, requests
-                    ).run()
             if warp == SCHEDULER_WARP:
                 self.schedule(work_pipeline, requests, scheduler_workspace, outputs.partials).run()
         elif warp >= (1 + config.groups) * WARPS_PER_WARPGROUP:
