@@ -10,7 +10,7 @@ pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute.host import Alignment
 from dsl_backend.attention.cute.sm90.dense_host import Prefill, SplitKV
-from dsl_backend.attention.cute.tiles import has_page_boxes
+from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel, Misaligned
 from dsl_backend.runtime.target import from_arch
@@ -59,7 +59,7 @@ def test_pages_of_values_are_further_apart() -> None:
 )
 def test_what_has_page_boxes(case: Case, boxes: bool) -> None:
     kernel = Prefill(case.spec, from_arch("sm_90a"), scratch())
-    assert has_page_boxes(kernel.key(False, None)) == boxes
+    assert DenseForward(kernel.key(False, None)).page_boxes == boxes
     assert kernel.alignment.head_steps == boxes
 
 

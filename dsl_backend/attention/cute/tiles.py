@@ -147,7 +147,6 @@ class TiledKernel:
         math_clears: the MMA warps zero-fill the rows beyond the first box, and release the stages of Q to the load warp
             before the first work tile.
         box: keys of one TMA box.
-        takes_page_boxes: a kernel that can have `page_boxes`.
         page_boxes: a TMA box has all columns of its keys, and not one chunk: a page of 16 keys is one box. In shared
             memory the chunks of eight keys lie side by side.
         pair_row_tiles: split-KV schedules the row tiles of causal prompts in pairs.
@@ -157,7 +156,6 @@ class TiledKernel:
     """
 
     most_boxes = 1
-    takes_page_boxes = False
     pair_row_tiles = False
     exact_pairs = False
     late_claims = False
@@ -176,9 +174,13 @@ class TiledKernel:
         self.dtype_v = cutlass.Float16 if key.kv.quantized else self.dtype
         self.copied = fp8_chunk(key.head_dim) if key.kv.quantized else self.chunk
         self.copied_v = fp8_chunk(key.columns) if key.kv.quantized else self.chunk_v
-        self.page_boxes = self.takes_page_boxes and has_page_boxes(key)
+        self.page_boxes = self.takes_page_boxes() and has_whole_rows(key)
         if self.page_boxes:
             self.copied, self.copied_v = self.dims, self.dims_v
+
+    def takes_page_boxes(self) -> bool:
+        """Whether the kernel's load warps and stages can have `page_boxes`."""
+        return False
 
     def atom(self, width: int):
         """The swizzled layout atom of rows of `width` elements."""
@@ -188,10 +190,10 @@ class TiledKernel:
         """(row, column, stage) in shared memory: chunks of columns, each (row, chunk)."""
         return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
 
-    def key_tiles(self, width: int):
-        """`staged` of K or V."""
-        shape = self.tile_n, width, self.config.stages
-        return cute.tile_to_shape(self.atom(width), shape, order=(1, 0, 2) if self.page_boxes else (0, 1, 2))
+    def key_tiles(self, rows: int, width: int, stages: int):
+        """The same of K or V; in `page_boxes` groups of eight rows, each (chunk, row)."""
+        order = (1, 0, 2) if self.page_boxes else (0, 1, 2)
+        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=order)
 
     def query_tiles(self, width: int):
         """The same for query tiles, or outputs stored through their stages, which have room for the wider of both."""
@@ -335,7 +337,7 @@ class TiledKernel:
         )
 
 
-def has_page_boxes(key: LayerKey) -> bool:
+def has_whole_rows(key: LayerKey) -> bool:
     """Whether a TMA box may have all columns of the keys of a page.
 
     Not of a quantized cache, whose tiles are not swizzled; of packed keys, which begin at any row; of padded columns,

@@ -50,11 +50,12 @@ class LoadWarp:
         late_claims: the scheduler claims the next work tile when this one is nearly loaded, not when it is begun.
         copied, copied_v: columns of one TMA box of K, and of V, as they are stored.
         own_boxes, first_box: of a tile, the boxes that this CTA loads.
-        page_boxes: as of `TiledKernel`. k_step, v_step: then those of `DenseLoads`.
+        k_step, v_step: as of `DenseLoads`, in `page_boxes`.
     """
 
     rolled = False
-    page_boxes = False
+    k_step: Any = None
+    v_step: Any = None
 
     def __init__(
         self,
@@ -81,8 +82,7 @@ class LoadWarp:
         self.stages = self.config.dequant_stages if self.key.kv.quantized else self.config.stages
         kv = self.key.kv
         self.k_bytes, self.v_bytes = (self.tile_n * kv.row_bytes(dims) for dims in (kernel.dims, kernel.dims_v))
-        self.page_boxes = kernel.page_boxes
-        if self.page_boxes:
+        if kernel.page_boxes:
             self.k_step, self.v_step = loads.k_step, loads.v_step
         self.set_queries(kernel, loads, sQ)
         self.sK = self.in_boxes(sK, self.box, self.copied)
@@ -161,12 +161,15 @@ class LoadWarp:
         """
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
-            # Of `page_boxes` the tensor has no dimension of pages.
-            page = cutlass.Int32(-1 if self.page_boxes else cute.size(self.mK, mode=[3]))
+            page = self.no_page()
             token = n_block * self.tile_n + cute.arch.lane_idx() * self.box
             if token < work.seqlen_k and cute.arch.lane_idx() < self.boxes:
                 page = self.requests.page_table[work.kv_source, token // self.page]
         return page
+
+    def no_page(self) -> cutlass.Int32:
+        """A page out of bounds: in `page_boxes`, whose tensors have no dimension of pages, one before the first."""
+        return cutlass.Int32(cute.size(self.mK, mode=[3]) if self.k_step is None else -1)
 
     @cute.jit
     def expect(self, mbar_full: cute.Pointer, tx_bytes: cutlass.Int32 | int):
@@ -261,9 +264,9 @@ class LoadWarp:
         full = self.barriers.k_full + stage
         self.expect(full, self.k_bytes)
         chunks = range(self.k_chunks)
-        if cutlass.const_expr(self.page_boxes):
-            pages = pages * self.k_step
-        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, n_block, pages, stage, full)
+        self.load_tile(
+            self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, n_block, pages, stage, full, step=self.k_step
+        )
 
     @cute.jit
     def load_values(self, work: WorkTile, n_block: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
@@ -278,9 +281,9 @@ class LoadWarp:
         full = self.barriers.v_full + stage
         self.expect(full, self.v_bytes)
         mV, chunks = self.values_of(work), range(self.v_chunks)
-        if cutlass.const_expr(self.page_boxes):
-            pages = pages * self.v_step
-        self.load_tile(self.tma_atom_v, mV, self.sV, self.copied_v, chunks, work, n_block, pages, stage, full)
+        self.load_tile(
+            self.tma_atom_v, mV, self.sV, self.copied_v, chunks, work, n_block, pages, stage, full, step=self.v_step
+        )
 
     def values_of(self, work: WorkTile) -> cute.Tensor:
         """V [token, column, head, page], the columns of the work tile's split of head_dim_v."""
@@ -302,22 +305,24 @@ class LoadWarp:
         stage: cutlass.Int32,
         full: cute.Pointer,
         rows: int | None = None,
+        step: Any = None,
     ) -> None:
         """Load the chunks of all boxes of a tile of K or V.
 
         Args:
             source: [token, column, head, page], or packed [token, column, head]; target: [box, row, column, stage].
             width: columns of a chunk.
-            tile: the key tile. pages: as `pages_of` gives them, in `page_boxes` as steps.
+            tile: the key tile. pages: as `pages_of` gives them.
             rows: of a box; by default a row is a key.
+            step: `k_step` or `v_step`; then `source` is [token, column, step].
         """
         rows = rows or self.box
         head = head_group_of(self.key, work.head_block) // self.group
-        if self.page_boxes:
+        if step is not None:
             # [box, box of a page, 1, step]
             gX = cute.group_modes(cute.flat_divide(source, (rows, width)), 0, 2)
             tXsX, tXgX = cpasync.tma_partition(atom, 0, cute.make_layout(1), target, gX)
-            self.load_boxes(atom, tXgX, tXsX, chunks, tile, pages + head, stage, full)
+            self.load_boxes(atom, tXgX, tXsX, chunks, tile, pages * step + head, stage, full)
         elif self.page:
             # [box, box of a page, chunk, page]
             gX = cute.group_modes(cute.flat_divide(source[None, None, head, None], (rows, width)), 0, 2)

@@ -9,7 +9,7 @@ import torch
 
 from dsl_backend.attention.cute.args import Nvfp4Tensors
 from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors, fake_pages, fake_rows
-from dsl_backend.attention.cute.host import DenseKernel, FewOrManyRows, ManyRows
+from dsl_backend.attention.cute.host import Alignment, DenseKernel, FewOrManyRows, ManyRows
 from dsl_backend.attention.cute.sizes import widened_tokens
 from dsl_backend.attention.cute.sm100.dense_configs import (
     CTA_PAIR,
@@ -71,6 +71,11 @@ def nvfp4_rows(name: str, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 class QuantizedTensors(DenseKernel):
     """Launches that pass an NVFP4 cache in parts."""
+
+    def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
+        super().__init__(spec, target, workspace, config)
+        key = self.key(False, None)
+        self.alignment = Alignment(head_steps=kind_of(key)(key).page_boxes)
 
     def tensors(self, operands: Operands) -> Any:
         if not self.spec.kv.nvfp4:

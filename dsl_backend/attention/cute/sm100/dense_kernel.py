@@ -102,6 +102,10 @@ class DenseForward(TiledKernel):
         self.registers, self.threads = key.config.registers, key.config.threads
         self.mma_dtype, self.mma_dtype_v = self.dtype, self.dtype_v
 
+    def takes_page_boxes(self) -> bool:
+        # Shared stages have K in two parts where it has more columns than V.
+        return not (self.config.shared_kv_stages and self.dims > self.dims_v)
+
     @cute.jit
     def __call__(
         self,

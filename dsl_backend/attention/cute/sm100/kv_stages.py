@@ -32,8 +32,8 @@ class SeparateKVStages:
 
     def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator, rows_k: int, columns_v: int):
         self.stages = kernel.config.stages
-        self.sK = [allocate_swizzled(allocator, kernel.dtype, kernel.staged(rows_k, kernel.dims, self.stages))]
-        self.sV = allocate_swizzled(allocator, kernel.dtype_v, kernel.staged(kernel.tile_n, columns_v, self.stages))
+        self.sK = [allocate_swizzled(allocator, kernel.dtype, kernel.key_tiles(rows_k, kernel.dims, self.stages))]
+        self.sV = allocate_swizzled(allocator, kernel.dtype_v, kernel.key_tiles(kernel.tile_n, columns_v, self.stages))
 
     def k_stages(self, kv_idx: cutlass.Int32) -> list[cutlass.Int32]:
         """The stage of each tensor of sK."""
@@ -52,7 +52,8 @@ class SharedKVStages:
 
     def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator):
         self.stages = kernel.config.stages
-        self.sV = allocate_swizzled(allocator, kernel.dtype, kernel.staged(kernel.tile_n, kernel.dims_v, SHARED_STAGES))
+        layout = kernel.key_tiles(kernel.tile_n, kernel.dims_v, SHARED_STAGES)
+        self.sV = allocate_swizzled(allocator, kernel.dtype, layout)
         self.sK = [self.sV]
         if kernel.dims > kernel.dims_v:
             rest = (kernel.tile_n, kernel.dims - kernel.dims_v, self.stages)
@@ -93,7 +94,7 @@ class Sm100LoadWarp(PerTileLoads, RolledLoadWarp):
         """Lane b: the page of box b modulo boxes. After the last key a page that does not exist: TMA fills zeros."""
         page = cutlass.Int32(0)
         if cutlass.const_expr(self.page > 0):
-            page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+            page = self.no_page()
             if tile * self.tile_n + self.box_begin < work.seqlen_k:
                 page = self.full_tile_pages_of(work, tile)
         return page
@@ -173,7 +174,9 @@ class SharedKVLoadWarp(Sm100LoadWarp):
             )
         cute.arch.mbarrier_wait(self.barriers.v_empty + stage, phase_of(count, self.stages) ^ 1)
         chunks = range(self.v_chunks)
-        self.load_tile(self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, k_stage, full)
+        self.load_tile(
+            self.tma_atom_k, self.mK, self.sK, self.copied, chunks, work, tile, pages, k_stage, full, step=self.k_step
+        )
 
     @cute.jit
     def load_values(self, work: WorkTile, tile: cutlass.Int32, pages: cutlass.Int32, count: cutlass.Int32):
@@ -182,7 +185,9 @@ class SharedKVLoadWarp(Sm100LoadWarp):
         full = self.barriers.v_full + stage_of(count, self.stages)
         self.expect(full, self.v_bytes)
         chunks, v_stage = range(self.v_chunks), self.kv_stages.v_stage(count)
-        self.load_tile(self.tma_atom_v, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, v_stage, full)
+        self.load_tile(
+            self.tma_atom_v, self.mV, self.sV, self.copied_v, chunks, work, tile, pages, v_stage, full, step=self.v_step
+        )
 
 
 class SeparateKVLoadWarp(Sm100LoadWarp):

@@ -55,6 +55,10 @@ class TwoCtaForward(DenseForward):
         self.chunk_v = self.copied_v = chunk(self.own_v)
         self.box, self.value_rows = box_rows(key.page_size, self.tile_n // CTA_PAIR), self.box
 
+    def takes_page_boxes(self) -> bool:
+        # A CTA has half of V's columns.
+        return False
+
     def value_box(self) -> tuple[cute.ComposedLayout, tuple[int, int]]:
         return self.boxed(self.value_rows, self.chunk_v), (self.value_rows, self.chunk_v)
 

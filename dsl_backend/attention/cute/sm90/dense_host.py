@@ -10,7 +10,6 @@ from dsl_backend.attention.cute.sm90.dense_configs import default_config, defaul
 from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward, DenseKey
 from dsl_backend.attention.cute.sm90.fp8_configs import default_fp8_config
 from dsl_backend.attention.cute.sm90.fp8_kernel import Fp8Forward, Fp8Key
-from dsl_backend.attention.cute.tiles import has_page_boxes
 from dsl_backend.attention.spec import AttentionSpec
 from dsl_backend.attention.variants import SM90_DECODE, SM90_FP8_DECODE, SM90_FP8_PREFILL, SM90_PREFILL
 from dsl_backend.runtime.compile import Function, compile_kernel
@@ -34,7 +33,7 @@ class Dense(DenseKernel):
 
     def __init__(self, spec: AttentionSpec, target: Target, workspace: Workspace, config: Any = None) -> None:
         super().__init__(spec, target, workspace, config)
-        self.alignment = Alignment(head_steps=has_page_boxes(self.key(False, None)))
+        self.alignment = Alignment(head_steps=DenseForward(self.key(False, None)).page_boxes)
 
 
 class SplitKV(Dense):

@@ -58,7 +58,6 @@ class DenseForward(TiledKernel):
         key: a `DenseKey`, or the key of a subclass.
     """
 
-    takes_page_boxes = True
     exact_pairs = True
     late_claims = True
 
@@ -67,6 +66,9 @@ class DenseForward(TiledKernel):
         super().__init__(key, key.config)
         self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
         self.pair_row_tiles = self.config.pair_row_tiles
+
+    def takes_page_boxes(self) -> bool:
+        return True
 
     @cute.jit
     def __call__(
@@ -140,7 +142,8 @@ class DenseForward(TiledKernel):
     ):
         config = self.config
         q_layout = self.query_tiles(self.dims)
-        k_layout, v_layout = self.key_tiles(self.dims), self.key_tiles(self.dims_v)
+        k_layout = self.key_tiles(self.tile_n, self.dims, config.stages)
+        v_layout = self.key_tiles(self.tile_n, self.dims_v, config.stages)
         allocator = cutlass.utils.SmemAllocator()
         q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
