@@ -37,6 +37,8 @@ from .held_out import compile_ahead, random_rows, summary
 
 # The share of `limit_seconds` that compiling ahead may take.
 COMPILE_SHARE = 0.5
+# Of the time that is left for an operator's rows, what a provider may take until it is ready.
+PREPARE_SHARE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,16 +213,20 @@ def run_rows(
 
     Args:
         until: the `time.monotonic()` after which no further row is started. With it, a provider that was not ready in
-            time is not asked again: its compiler would take the time of all rows.
+            a part of the time that is left is not asked again: its compiler would take the time of all rows.
     """
     rows: list[runner.Row] = []
     for case in cases:
-        if until is not None and time.monotonic() >= until:
-            break
-        if until is not None and rows:
-            providers = without_slow(providers, rows[-1])
+        limited = settings
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0:
+                break
+            if rows:
+                providers = without_slow(providers, rows[-1])
+            limited = replace(settings, prepare_seconds=min(settings.prepare_seconds, PREPARE_SHARE * left))
         try:
-            row = runner.run_case(operator, case, providers, device, settings)
+            row = runner.run_case(operator, case, providers, device, limited)
         except runner.DeviceLostError as error:
             return rows, f"{case.id}: the device no longer answers: {error}"
         finally:

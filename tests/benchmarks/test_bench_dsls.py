@@ -318,6 +318,17 @@ def test_a_slow_compiler_does_not_take_the_time_of_every_row(tmp_path: Path) -> 
     assert messages == [[late, f"tiny-3x40: {late}"], [late, late]]
 
 
+def test_a_slow_compiler_leaves_time_for_the_rows(tmp_path: Path) -> None:
+    """Also if a provider may take longer than the whole run."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    lines = tmp_path / "rows.jsonl"
+    options = {"files": (tmp_path / "slow.py",), "peers": "none", "kernels": "reference", "seconds": 0.01}
+    chosen = benchmarks.Options(device="cpu", rows="^tiny", limit_seconds=5.0, **options)
+    assert benchmarks.main("softmax", lines, chosen, Console(file=io.StringIO())) == 0
+    rows = [json.loads(line) for line in lines.read_text().splitlines()][1:]
+    assert [[cell["status"] for cell in row["cells"]] for row in rows] == [["ok", "error"], ["ok", "skipped"]]
+
+
 def test_rows_are_shown_in_the_operators_order() -> None:
     found = selections()["softmax"]
     rows = [{"kind": "row", "operator": "softmax", "id": case.id} for case in found.cases]
