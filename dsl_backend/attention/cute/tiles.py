@@ -302,7 +302,7 @@ class TiledKernel:
         q_load = cpasync.make_tiled_tma_atom(load, mQ, *self.query_box())
         k_load = cpasync.make_tiled_tma_atom(load, mK, *self.key_box(self.dims))
         v_load = cpasync.make_tiled_tma_atom(load, mV, *self.value_box())
-        return DenseLoads(*q_load, *k_load, *v_load, k_step=k_step, v_step=v_step)
+        return DenseLoads(*q_load, *k_load, *v_load)._replace(k_step=k_step, v_step=v_step)
 
     def load_op(self) -> Any:
         return cpasync.CopyBulkTensorTileG2SOp()
