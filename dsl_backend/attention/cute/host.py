@@ -138,9 +138,8 @@ def check_alignment(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_head_steps(name: str, cache: torch.Tensor) -> None:
-    pages, _, heads, _ = cache.shape
     page_stride, _, head_stride, _ = cache.stride()
-    if heads > 1 and (head_stride == 0 or (pages > 1 and page_stride % head_stride)):
+    if cache.shape[2] > 1 and (head_stride == 0 or page_stride % head_stride):
         raise Misaligned(
             f"{name} has pages that begin {page_stride} elements apart, and heads {head_stride}: a multiple of that is "
             f"needed"
