@@ -434,14 +434,23 @@ class DenseKernel(LayerKernel):
             return None
         if batch.host_lengths is not None:
             whole: DenseKernel = self
+            whole_us: float | None = None
             is_estimated = self.estimates_other and batch.max_query_len > self.tile_m
             if self.other is not None and (is_estimated or self.is_for_other(batch.max_query_len)):
                 # Larger query tiles may leave CTAs idle, or a larger part of a tile beyond its prompt.
                 estimate = Estimate(self.spec, batch.host_lengths, self.target, min_seqlen_q)
-                whole = min((self.other, self.alone), key=lambda one: estimate.whole_us(one.tiling, min_seqlen_q))
-            tilings = whole.tiling, self.extend.tiling
+                estimates = {one: estimate.whole_us(one.tiling, min_seqlen_q) for one in (self.other, self.alone)}
+                whole = min(estimates, key=estimates.__getitem__)
+                whole_us = estimates[whole]
             chosen = fastest(
-                self.spec, batch.host_lengths, self.target, *tilings, min_seqlen_q, short_too=self.takes_short_queries
+                self.spec,
+                batch.host_lengths,
+                self.target,
+                whole.tiling,
+                self.extend.tiling,
+                min_seqlen_q,
+                short_too=self.takes_short_queries,
+                whole_us=whole_us,
             )
             return self.extend if chosen.split else whole, chosen.shortest
         shortest = shortest_of_split(self.spec, batch, self.target, self.tiling, self.extend.tiling, min_seqlen_q)

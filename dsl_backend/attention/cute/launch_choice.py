@@ -206,6 +206,7 @@ def fastest(
     min_query_len: int,
     *,
     short_too: bool = True,
+    whole_us: float | None = None,
 ) -> LaunchChoice:
     """The launches that are estimated to take least; whole query tiles unless others gain LEAST_GAIN.
 
@@ -213,13 +214,16 @@ def fastest(
         whole, split: of the kernel with whole query tiles, and of the one that splits keys.
         min_query_len: of long queries; another kernel serves shorter ones where these do not.
         short_too: these kernels may serve short queries.
+        whole_us: of long queries in whole query tiles, where it was estimated before.
     """
     estimate = Estimate(spec, lengths, target, min_query_len)
     long = lengths.queries >= min_query_len
     # Where no query is short, without a launch for these.
     shortest = min_query_len if lengths.has_queries_up_to(min_query_len - 1) else 0
     short_us = estimate.short_us() if shortest else 0.0
-    usual = LaunchChoice(False, shortest, estimate.whole_us(whole, min_query_len) + short_us)
+    if whole_us is None:
+        whole_us = estimate.whole_us(whole, min_query_len)
+    usual = LaunchChoice(False, shortest, whole_us + short_us)
     row_tiles, packed = (int((-(-lengths.queries[long] // one.tokens)).sum()) for one in (whole, split))
     even = row_tiles * whole.head_blocks > EVEN_TILES * whole.num_ctas
     if even and not split.saves_rows(packed, whole, row_tiles):
