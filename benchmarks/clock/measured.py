@@ -68,13 +68,13 @@ def ours(operator: str, row: str, us: float, samples: int = 1, *, fitted: bool =
 # With a filter the work of a row of logits depends on them, and a batch takes as long as its slowest row: more of them
 # are simulated. Top-p alone is left out: some rows read their logits two or three times, and which they are is chance.
 MEASURED = (
-    ours("softmax", "512x4096", 3.52),
-    ours("softmax", "512x8192", 5.25, fitted=True),
-    ours("softmax", "4096x8192", 32.60, fitted=True),
-    ours("softmax", "2048x16384", 33.15),
-    ours("softmax", "1024x32768", 32.95),
-    ours("softmax", "32768x4096", 129.7),
-    ours("softmax", "32768x32768", 994.4),
+    ours("softmax", "512x4096", 3.49),
+    ours("softmax", "512x8192", 5.29, fitted=True),
+    ours("softmax", "4096x8192", 32.69, fitted=True),
+    ours("softmax", "2048x16384", 32.93),
+    ours("softmax", "1024x32768", 33.0),
+    ours("softmax", "32768x4096", 129.5),
+    ours("softmax", "32768x32768", 994.5),
     ours("linear", "llama-8b-1", 53.91, samples=0),
     ours("linear", "llama-8b-64", 58.21, samples=0),
     ours("linear", "llama-8b-256", 93.68, fitted=True),
