@@ -599,7 +599,7 @@ PLANS = {
         "tensor-parallel-default=330 fp8-channels-engine=330 fp8-blocks-engine=330 experts-fp8-few=110 "
         "held-out-fp8=120 e4m3-decode=80 dsls-linear=220"
     ),
-    "sixth": ("mla-flashinfer=400 decode-peers=400 held-out-flashinfer=400 dsls-compile=300 dsls-lengths=250"),
+    "sixth": "mla-flashinfer=400 decode-peers=400 held-out-flashinfer=400 dsls-compile=300 dsls-lengths=250",
     "one-gpu": (
         "cells-softmax=62 cells-norm=64 rows=65 held-out-new=105 experts-fp8-blocks=75 short-queries=45 e4m3-heads=35 "
         "norm-fp8=25"

@@ -180,20 +180,19 @@ class TiledKernel:
 
     def takes_page_boxes(self) -> bool:
         """Whether the kernel's load warps and stages can have `page_boxes`."""
-        return False
+        return True
 
     def atom(self, width: int):
         """The swizzled layout atom of rows of `width` elements."""
         return warpgroup.make_smem_layout_atom(SWIZZLES[chunk(width)], self.dtype)
 
-    def staged(self, rows: int, width: int, stages: int):
-        """(row, column, stage) in shared memory: chunks of columns, each (row, chunk)."""
-        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=(0, 1, 2))
+    def staged(self, rows: int, width: int, stages: int, order: tuple[int, int, int] = (0, 1, 2)):
+        """(row, column, stage) in shared memory: by default chunks of columns, each (row, chunk)."""
+        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=order)
 
     def key_tiles(self, rows: int, width: int, stages: int):
         """The same of K or V; in `page_boxes` groups of eight rows, each (chunk, row)."""
-        order = (1, 0, 2) if self.page_boxes else (0, 1, 2)
-        return cute.tile_to_shape(self.atom(width), (rows, width, stages), order=order)
+        return self.staged(rows, width, stages, (1, 0, 2) if self.page_boxes else (0, 1, 2))
 
     def query_tiles(self, width: int):
         """The same for query tiles, or outputs stored through their stages, which have room for the wider of both."""
@@ -204,8 +203,8 @@ class TiledKernel:
         return cute.make_composed_layout(staged.inner, 0, outer)
 
     def boxed(self, rows: int, width: int):
-        """(row, column) of one chunk, as TMA writes it."""
-        return cute.tile_to_shape(self.atom(width), (rows, width), order=(0, 1))
+        """(row, column) of one chunk, or in `page_boxes` of all, as TMA writes it."""
+        return cute.tile_to_shape(self.atom(width), (rows, width), order=(1, 0))
 
     def stored(self, elements: int) -> int:
         """Columns of a tensor of K or V for so many elements: NVFP4 has two in a byte."""
@@ -266,9 +265,8 @@ class TiledKernel:
         """The layout in shared memory of one TMA box of K or V, and the box's shape."""
         if self.key.kv.quantized:
             return fp8_tma_box(self.box, self.stored(fp8_chunk(width)))
-        if self.page_boxes:
-            return cute.tile_to_shape(self.atom(width), (self.box, width), order=(1, 0)), (self.box, width)
-        return self.boxed(self.box, chunk(width)), (self.box, chunk(width))
+        columns = width if self.page_boxes else chunk(width)
+        return self.boxed(self.box, columns), (self.box, columns)
 
     def swizzled(self, place: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
         pointer = cute.recast_ptr(place, layout.inner, dtype=self.dtype)

@@ -118,7 +118,7 @@ class TwoCtaMlaLoadWarp(MlaLoadWarp):
     @cute.jit
     def pages_of(self, work: WorkTile, n_block: cutlass.Int32):
         """A lane's page. For keys that the request lacks, a page out of bounds: TMA fills it with zeros."""
-        page = cutlass.Int32(cute.size(self.mK, mode=[3]))
+        page = self.no_page()
         if n_block * self.tile_n + self.box_begin < work.seqlen_k:
             page = self.full_tile_pages_of(work, n_block)
         return page

@@ -67,9 +67,6 @@ class DenseForward(TiledKernel):
         self.mma_registers, self.load_registers, self.dequant_registers = self.config.registers
         self.pair_row_tiles = self.config.pair_row_tiles
 
-    def takes_page_boxes(self) -> bool:
-        return True
-
     @cute.jit
     def __call__(
         self,
