@@ -2,9 +2,11 @@
 """Times the configurations of a kernel on one problem: shared by the sweeps and `dsl-backend tune`."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,6 +213,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--best", type=int, default=6, help="number of configurations to print for each problem (default: 6)"
     )
     parser.add_argument("--json", type=pathlib.Path, help="write all results, one JSON object on each line")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help=f"of timing for each configuration (default: {SECONDS})"
+    )
+    parser.add_argument("--limit-seconds", type=float, help="start no problem after so many seconds")
 
 
 def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
@@ -219,12 +225,15 @@ def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
     Args:
         given: the arguments of `add_arguments`.
     """
+    until = math.inf if given.limit_seconds is None else time.monotonic() + given.limit_seconds
     compile_all(contests)
-    lines = given.json.open("w") if given.json else None
-    with timing.alone():
-        for contest in contests:
+    with timing.alone(), given.json.open("w") if given.json else contextlib.nullcontext() as lines:
+        for index, contest in enumerate(contests):
+            if time.monotonic() > until:
+                print(f"{len(contests) - index} of {len(contests)} problems were not timed: {given.limit_seconds} s")
+                break
             try:
-                found = timed(contest)
+                found = timed(contest, given.seconds)
             except DeviceLostError:
                 raise
             except Exception as error:  # a compiler's, too

@@ -109,6 +109,25 @@ def test_a_sweep_without_a_row_is_refused(
     assert {"scaled_linear": "gate-up-blocks-1,", "attention": "hd128-h32x8-b1-k8k,"}[name] in said
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shapes", "typo"], "--shapes has 'typo': NxK and llama-8b, qwen3-32b, seed, "),
+        (["--rows", "1,none"], "--rows has 'none', which is not a number of rows"),
+        (["--rows", "0"], "--rows has '0'"),
+    ],
+)
+def test_a_sweep_of_no_layer_is_refused(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = importlib.import_module("benchmarks.linear.sweep")
+    monkeypatch.setattr(sys, "argv", ["sweep", *words])
+    with pytest.raises(SystemExit) as ended:
+        sweep.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_operators_without_names_need_one_row_of_all() -> None:
     status, text = bench([], rows="^uneven", only_list=True)
     assert status == 0

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`dsl-backend tune` without a GPU: its loop with a clock that is told the times, its classes, what it refuses."""
 
+import argparse
 import dataclasses
 import datetime
 import io
@@ -25,6 +26,7 @@ from benchmarks.case import Reference
 from benchmarks.experts import tune as experts
 from benchmarks.experts.problems import Problem as ExpertsProblem
 from benchmarks.held_out.compile_ahead import launch_once
+from benchmarks.linear import sweep as linear_sweep
 from benchmarks.linear import tune as linear
 from benchmarks.linear.problems import Problem
 from benchmarks.linear.sweep import contest
@@ -42,6 +44,7 @@ from benchmarks.softmax.problems import Problem as SoftmaxProblem
 from benchmarks.sweep import Class, Contest, Ready
 from dsl_backend import cli
 from dsl_backend.experts.tuned import Ours, Theirs
+from dsl_backend.gemm.configs import choose, estimate_us, fitting
 from dsl_backend.gemm.sm90.configs import GemmConfig, SmallMConfig
 from dsl_backend.linear.scaled.reference import products
 from dsl_backend.linear.scaled.tuned import Ours as ScaledOurs
@@ -803,6 +806,35 @@ def test_a_kernel_with_memory_of_its_own_is_compared(monkeypatch: pytest.MonkeyP
     of_layer = experts.contest(problem, from_arch("cpu"), torch.device("cpu"))
     found = sweep.timed(of_layer, 0.0, lambda launch, layers, device: Clock(launch, layers, [1.0]))
     assert [(one.config, one.error) for one in found] == [(Theirs(), ""), (Ours(), "")]
+
+
+def test_a_sweep_within_a_time(chip: Chip, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No problem is started after it; without one all are."""
+    contests = [chip.contest(name, [DEFAULT, FASTER]) for name in ("first", "second")]
+    given = argparse.Namespace(best=1, json=tmp_path / "times.jsonl", seconds=0.0, limit_seconds=None)
+    assert sweep.run(contests, given) == 0
+    rows = [json.loads(line)["row"] for line in given.json.read_text().splitlines()]
+    assert rows == ["first", "first", "second", "second"]
+    given.limit_seconds = -1.0
+    assert sweep.run(contests, given) == 0
+    assert given.json.read_text() == ""
+    assert "2 of 2 problems were not timed" in capsys.readouterr().out
+
+
+def test_drawn_layers_have_likely_configurations() -> None:
+    """Those that dispatch may choose, the best by the estimate first; rows that are too many for split-K have none."""
+    pytest.importorskip("cutlass")
+    layer = Problem(m=300, n=3584, k=8192)
+    found = linear_sweep.likely(layer, TARGET, 12)
+    assert len(found) == 12
+    assert found[0] == choose(layer.spec, 300, TARGET)
+    estimates = [estimate_us(config, layer.spec, 300, TARGET) for config in found]
+    assert estimates == sorted(estimates)
+    assert set(linear_sweep.likely(layer, TARGET, 1000)) < set(fitting(layer.spec, TARGET))
+    options = argparse.Namespace(drawn=101, shapes="typo", rows="1")
+    drawn = list(linear_sweep.chosen_problems(options))
+    assert len(drawn) == 100
+    assert drawn != list(linear_sweep.chosen_problems(argparse.Namespace(**vars(options) | {"drawn": 102})))
 
 
 def test_experts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
