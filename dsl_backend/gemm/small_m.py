@@ -118,7 +118,6 @@ class SmallMGemmBase:
         self.activate = epilogue_of(key.activation, arithmetic)
         self.num_splits, self.stream_k = config.num_splits, config.stream_k
         self.cluster = None if self.stream_k else (self.num_splits, 1, 1)
-        self.partials_in_stages = config.partials_in_stages
         # Of each box, that a thread finishes; where parts are uneven, the last ones of two CTAs have some in common.
         self.finished = config.finished
         self.shared = self.finished * self.num_splits - self.accumulators // 2
@@ -177,12 +176,8 @@ class SmallMGemmBase:
         m_tiles = cute.ceil_div(mX.shape[0], self.tile_tokens)
         return m_tiles * cute.ceil_div(mOut.shape[1], self.columns) * self.num_splits
 
-    def received(self, smem: cutlass.utils.SmemAllocator, first_stage: cute.Pointer) -> Received | None:
-        """Shared memory for partial sums; None with stream-K.
-
-        Args:
-            first_stage: where the memory of all stages begins.
-        """
+    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+        """Shared memory for partial sums; None with stream-K."""
         if self.stream_k:
             return None
         threads = WARPGROUP * self.groups
@@ -192,10 +187,7 @@ class SmallMGemmBase:
             # Neighbouring threads store 8 or 16 bytes side by side.
             stride=(1, (2, 2 * sent * threads), 2 * sent, 2 * self.finished * threads),
         )
-        if self.partials_in_stages:
-            sPartials = cute.make_tensor(cute.recast_ptr(first_stage, dtype=cutlass.Float32), layout)
-        else:
-            sPartials = smem.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
+        sPartials = smem.allocate_tensor(cutlass.Float32, layout, byte_alignment=16)
         return Received(sPartials, smem.allocate_array(cutlass.Int64, 1))
 
     def expect_partials(self, received: Received | None):
@@ -206,18 +198,12 @@ class SmallMGemmBase:
 
     def meet_begin(self):
         """By all threads, behind `expect_partials`: with split-K, the CTAs of a cluster meet before they send."""
-        if not self.stream_k and not self.partials_in_stages:
+        if not self.stream_k:
             cute.arch.cluster_arrive()
 
     def meet_end(self):
         """By all threads, once each."""
-        if not self.stream_k and not self.partials_in_stages:
-            cute.arch.cluster_wait()
-
-    def meet_behind_stages(self):
-        """By all threads, once what they copy or read of the stages is done: others' partial sums may replace it."""
-        if self.partials_in_stages:
-            cute.arch.cluster_arrive()
+        if not self.stream_k:
             cute.arch.cluster_wait()
 
     def first_finished(self, split):

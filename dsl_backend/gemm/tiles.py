@@ -149,14 +149,6 @@ class SmallMTiles:
         raise NotImplementedError
 
     @property
-    def partials_in_stages(self) -> bool:
-        """With split-K, whether partial sums lie where the stages were, and not beside them.
-
-        CTAs send only once all of the cluster have read their stages.
-        """
-        return False
-
-    @property
     def finished(self) -> int:
         """With split-K, accumulators of each box that a CTA finishes, of a thread's."""
         return ceil_div(self.accumulators // 2, self.num_splits)
@@ -165,17 +157,11 @@ class SmallMTiles:
         """Bytes of a stage."""
         return (2 * self.box * dtypes.weight.itemsize + self.tile_tokens * dtypes.x.itemsize) * self.tile_k
 
-    @property
-    def received_bytes(self) -> int:
-        """With split-K, of all CTAs' partial sums that a CTA finishes."""
-        return 2 * self.finished * self.num_splits * WARPGROUP * self.groups * 4 if self.num_splits > 1 else 0
-
     def smem_bytes(self, spec: GemmSpec) -> int:
-        """Stages, other CTAs' partial sums, the barriers of both, alignment."""
-        staged = self.stages * self.stage_bytes(spec.dtypes)
-        kept = staged if self.partials_in_stages else staged + self.received_bytes
-        barriers = self.stages + (self.num_splits > 1)
-        return kept + barriers * BARRIER_BYTES + ALIGNMENT_BYTES
+        """Stages, their barriers, other CTAs' partial sums with their barrier, alignment."""
+        partials = 2 * self.finished * self.num_splits * WARPGROUP * self.groups
+        received = partials * 4 + BARRIER_BYTES if self.num_splits > 1 else 0
+        return self.stages * (self.stage_bytes(spec.dtypes) + BARRIER_BYTES) + received + ALIGNMENT_BYTES
 
     @property
     def stream_k(self) -> bool:
@@ -206,9 +192,6 @@ class SmallMTiles:
             reasons.append(f"{self.num_splits} splits of {spec.k} columns: each needs {self.tile_k} of its own")
         elif self.finished * (self.num_splits - 1) >= self.accumulators // 2:
             reasons.append(f"{self.accumulators} accumulators are too few for {self.num_splits} splits: one gets none")
-        staged = self.stages * self.stage_bytes(spec.dtypes)
-        if self.partials_in_stages and self.received_bytes > staged:
-            reasons.append(f"{self.received_bytes} bytes of partial sums do not fit into {staged} of stages")
         return reasons + pipeline_objections(self.stages, self.smem_bytes(spec), smem_bytes)
 
 

@@ -306,20 +306,6 @@ CASES = [
         config=replace(SMALL_M, groups=2, num_splits=4),
         sms=8,
     ),
-    Emulated(
-        id="split-k-in-stages",
-        why="partial sums replace the stages of consumers with tokens of their own; parts of unequal length",
-        case=replace(GATED, rows=70, n=72, k=456),
-        config=SmallMConfig(tokens=40, groups=2, split_tokens=True, stages=2, num_splits=2, partials_in_stages=True),
-        sms=8,
-    ),
-    Emulated(
-        id="split-k-in-stages-registers",
-        why="the same with traded registers: a whole warpgroup beside the load warp; one position each",
-        case=replace(GATED, rows=140, n=72, k=192, bias=True),
-        config=SmallMConfig(tokens=112, groups=2, split_tokens=True, stages=4, num_splits=3, partials_in_stages=True),
-        sms=6,
-    ),
 ]
 
 # Two stages and six blocks of k; tiles are 128 rows high, and the output leaves in pieces of 32 or 64 columns.
@@ -491,8 +477,6 @@ CASES_SM100 = [
 def with_splits(draw: random.Random, config: Config, case: LinearCase) -> Config:
     """The configuration with split-K in half of all cases, with as many CTAs as a tile of the problem can have."""
     tried = [replace(config, num_splits=count) for count in NUM_SPLITS[1:]]
-    if isinstance(config, SmallMConfig):  # with partial sums in the stages, too
-        tried += [replace(one, partials_in_stages=True) for one in tried]
     fitting = [one for one in tried if not one.objections(spec_of(case), SMEM_BYTES)]
     return draw.choice(fitting) if fitting and draw.random() < 0.5 else config
 

@@ -87,7 +87,7 @@ class SmallMGemm(SmallMGemmBase):
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
         acc_pipeline = self.acc_edge.allocate(smem)
-        received = self.received(smem, sW.iterator)
+        received = self.received(smem)
         tmem_address = smem.allocate_array(cutlass.Int32, 1)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         role = warp - self.groups * (WARPGROUP // WARP)

@@ -208,13 +208,11 @@ class SmallMConfig(SmallMTiles):
         tokens: rows of x of a consumer's wgmma, its N; a multiple of 8 up to 128. A tile has 8 or a multiple of 16.
         groups: consumer warpgroups, 1 or 2.
         split_tokens: two consumers have the same weights and different tokens, instead of the reverse.
-        partials_in_stages: see `SmallMTiles.partials_in_stages`.
     """
 
     groups: int = 1
     split_tokens: bool = False
     stages: int = 10
-    partials_in_stages: bool = False
 
     @property
     def box(self) -> int:
@@ -249,8 +247,6 @@ class SmallMConfig(SmallMTiles):
             reasons.append(f"{self.groups} consumers: 1 or 2 are possible")
         if self.split_tokens and self.groups == 1:
             reasons.append("one consumer has no tokens to split")
-        if self.partials_in_stages and self.stream_k:
-            reasons.append("stream-K has no partial sums in shared memory: partials_in_stages needs splits")
         return reasons + super().objections(spec, smem_bytes)
 
 
@@ -282,16 +278,6 @@ GATED_SPLIT_K = (
     *(
         SmallMConfig(tokens=tokens, groups=2, split_tokens=True, num_splits=num_splits)
         for tokens in (40, 48, 56, 64)
-        for num_splits in (2, 3, 4)
-    ),
-    *(
-        SmallMConfig(tokens=tokens, groups=2, split_tokens=True, num_splits=num_splits, partials_in_stages=True)
-        for tokens in range(40, 113, 8)
-        for num_splits in (2, 3, 4)
-    ),
-    *(
-        SmallMConfig(tokens=tokens, groups=2, split_tokens=True, num_splits=num_splits)
-        for tokens in (72, 80)
         for num_splits in (2, 3, 4)
     ),
 )

@@ -89,7 +89,7 @@ class SmallMGemm(SmallMGemmBase):
         sW = self.allocate_weights(smem, sW_layout)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
-        received = self.received(smem, sW.iterator)
+        received = self.received(smem)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -109,7 +109,6 @@ class SmallMGemm(SmallMGemmBase):
             if warp == self.groups * (WARPGROUP // 32):
                 self.load(params, sW, sX, pipeline, work)
             self.meet_end()
-            self.meet_behind_stages()
         else:
             if cutlass.const_expr(self.trades_registers):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -224,7 +223,6 @@ class SmallMGemm(SmallMGemmBase):
         wgmma.wait_group(0)
         fence_operand(acc_0)
         fence_operand(acc_1)
-        self.meet_behind_stages()
         sum_0, sum_1 = self.sum_splits(received, acc_0, acc_1, group * WARPGROUP + thread)
         place = self.place_of(work, work.start // work.k_tiles, group)
         self.epilogue_of_split(params, sum_0, sum_1, *place, thread)
