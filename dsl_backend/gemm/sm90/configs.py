@@ -277,7 +277,7 @@ GATED_SPLIT_K = (
     ),
     *(
         SmallMConfig(tokens=tokens, groups=2, split_tokens=True, num_splits=num_splits)
-        for tokens in (40, 48, 56, 64)
+        for tokens in range(40, 81, 8)
         for num_splits in (2, 3, 4)
     ),
 )
