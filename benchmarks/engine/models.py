@@ -262,6 +262,13 @@ SHAPES = {
         weight_bytes=16.2e9,
         token_bytes=12 * 2 * 4 * 128 * 2,
     ),
+    "qwen3-30b-a3b-12-fp8-blocks": Shape(
+        config=QWEN_MOE | {"num_hidden_layers": 12, "quantization_config": QWEN_MOE_BLOCKS},
+        max_model_len=40960,
+        backends=("dsl", "FLASH_ATTN", "TRITON_ATTN"),
+        weight_bytes=8.7e9,
+        token_bytes=12 * 2 * 4 * 128 * 2,
+    ),
     "deepseek-v2-lite": Shape(
         config=DEEPSEEK,
         max_model_len=40960,

@@ -6,15 +6,19 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, field_validator
 
 from dsl_backend.checks import short
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec
+from dsl_backend.quant.format import BLOCK_SCALED, scaled_format
 from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
-# Tokens of layers without a record. On an H100 these are where four models' layers take at most 0.98 of the time of
-# vLLM's Triton kernels without a tuned configuration (docs/performance/experts.md); between them some are slower.
+# Formats of weights that vLLM's Triton kernels are its default for on SM90.
+WEIGHTS = (None, BLOCK_SCALED)
+# Tokens of layers in 16 bits without a record. On an H100 these are where four models' layers take at most 0.98 of the
+# time of vLLM's Triton kernels without a tuned configuration (docs/performance/experts.md); between them some are
+# slower.
 UNRECORDED = ((1, 8), (2048, MAX_TOKENS))
 
 
@@ -24,6 +28,7 @@ class ProblemShape(tuned.RowsProblemShape):
     Attributes:
         num_experts, hidden_size, intermediate_size, topk: as `ExpertsSpec` has them.
         sm_count: of the GPU; a partition of it has fewer.
+        weight: the name of the weights' format; None is `dtype`.
     """
 
     num_experts: PositiveInt
@@ -32,12 +37,21 @@ class ProblemShape(tuned.RowsProblemShape):
     topk: PositiveInt
     dtype: Literal["float16", "bfloat16"]
     sm_count: PositiveInt
+    weight: str | None = None
+
+    @field_validator("weight")
+    @classmethod
+    def is_a_format(cls, name: str | None) -> str | None:
+        if name is not None:
+            scaled_format(name)
+        return name
 
     @property
     def name(self) -> str:
         """As `--classes` of `dsl-backend tune` finds it: `experts-128x2048x768-top8-bfloat16-m33-128`."""
         sizes = f"{self.num_experts}x{self.hidden_size}x{self.intermediate_size}-top{self.topk}-{self.dtype}"
-        return f"experts-{sizes}-m{self.least_rows}-{self.most_rows}"
+        weight = "" if self.weight is None else f"-{self.weight}"
+        return f"experts-{sizes}{weight}-m{self.least_rows}-{self.most_rows}"
 
 
 @dataclass(frozen=True)
@@ -64,20 +78,20 @@ def problem_of(spec: ExpertsSpec, sm_count: int) -> ProblemShape:
         topk=spec.topk,
         dtype=short(spec.dtype),  # type: ignore[arg-type]
         sm_count=sm_count,
+        weight=None if spec.weight is None else str(spec.weight),
     )
 
 
 def faster(spec: ExpertsSpec, target: Target) -> list[ProblemShape]:
     """Ranges of tokens for which a layer is taken to be faster than vLLM's; none where experts are distributed.
 
-    None with weights in 8 bits either: records and `UNRECORDED` are of weights in 16 bits.
-
-    By the tuning records of the layer's sizes; without any, `UNRECORDED` on an SM90. With an expert map, most rows of a
-    step may be other ranks': nothing that was measured without one tells of that.
+    By the tuning records of the layer's sizes; without any, `UNRECORDED` on an SM90 if weights have 16 bits. With an
+    expert map, most rows of a step may be other ranks': nothing that was measured without one tells of that.
     """
-    if spec.global_experts is not None or spec.weight is not None:
+    if spec.global_experts is not None or spec.weight not in WEIGHTS:
         return []
-    return tuned.faster(TUNED_CONFIGS, target, partial(problem_of, spec), UNRECORDED, Theirs)
+    unrecorded = UNRECORDED if spec.weight is None else ()
+    return tuned.faster(TUNED_CONFIGS, target, partial(problem_of, spec), unrecorded, Theirs)
 
 
 @lru_cache(maxsize=1 << 16)

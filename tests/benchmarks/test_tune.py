@@ -699,9 +699,10 @@ def test_experts_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("cutlass")
     monkeypatch.setattr(experts, "vllm_objections", lambda problem: [])
     found = experts.classes(TARGET, torch.device("cpu"), None)
-    first = [one for one in found if one.problem.num_experts == 128]
-    assert first[0].problem.least_rows == 1
-    assert all(a.problem.most_rows + 1 == b.problem.least_rows for a, b in itertools.pairwise(first))
+    for weight in (None, "e4m3-128x128"):
+        first = [one for one in found if (one.problem.num_experts, one.problem.weight) == (128, weight)]
+        assert first[0].problem.least_rows == 1
+        assert all(a.problem.most_rows + 1 == b.problem.least_rows for a, b in itertools.pairwise(first))
     for one in found:
         ends = dict.fromkeys((one.problem.least_rows, one.problem.most_rows))
         assert [of_end.parameters["m"] for of_end in one.contests] == list(ends)
@@ -848,6 +849,30 @@ def test_experts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = experts.classes(TARGET, torch.device("cpu"), models.shape_of(config | routed, tensor_parallel=2))
     sizes = {(one.problem.num_experts, one.problem.intermediate_size, one.problem.topk) for one in found}
     assert sizes == {(16, 384, 4)}
+
+
+def test_experts_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In e4m3 blocks: the kernels that dispatch chooses for such weights; other formats have no classes."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setattr(experts, "vllm_objections", lambda problem: [])
+    config = {
+        "num_attention_heads": 8,
+        "hidden_size": 2048,
+        "vocab_size": 1000,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 768,
+    }
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    found = experts.classes(TARGET, torch.device("cpu"), models.shape_of(config | blocks))
+    assert {one.problem.weight for one in found} == {"e4m3-128x128"}
+    assert len(found) == len(experts.TOKENS)
+    for of_class in found:
+        for of_ends in of_class.contests:
+            (unit,) = of_ends.precompile_specs
+            assert type(unit.key).__name__ == "ScaledExpertsKey"
+    mxfp4 = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert experts.classes(TARGET, torch.device("cpu"), models.shape_of(config | mxfp4)) == []
 
 
 def test_classes_of_a_model() -> None:

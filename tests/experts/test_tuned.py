@@ -13,6 +13,7 @@ import torch
 from dsl_backend.errors import InvalidInput
 from dsl_backend.experts.spec import ExpertsSpec
 from dsl_backend.experts.tuned import TUNED_CONFIGS, Ours, Theirs, faster, is_faster, problem_of
+from dsl_backend.quant.format import BLOCK_SCALED, ROW_SCALED
 from dsl_backend.runtime.target import from_arch
 
 GPU = "NVIDIA Test"
@@ -95,6 +96,27 @@ def test_a_record_says_nothing_of_other_layers(changes: dict[str, Any], measured
     measured(record(9, 9))
     assert ours_without_a_record(SPEC, TARGET) == [9]
     assert ours_without_a_record(replace(SPEC, **changes), TARGET) == [1, 8, 2048, 1 << 17]
+
+
+@pytest.mark.parametrize("weight", [BLOCK_SCALED, ROW_SCALED], ids=str)
+def test_weights_in_8_bits_have_records_of_their_own(weight: Any, measured: Callable[..., None]) -> None:
+    """Those of 16 bits say nothing of them, and without a record nothing is known; vLLM has other kernels for rows."""
+    scaled = replace(SPEC, weight=weight)
+    measured(record(1, 1 << 17))
+    assert ours_without_a_record(scaled, TARGET) == []
+    measured(record(9, 9, scaled))
+    assert ours_without_a_record(SPEC, TARGET) == [1, 8, 2048, 1 << 17]
+    assert ours_without_a_record(scaled, TARGET) == ([9] if weight == BLOCK_SCALED else [])
+
+
+def test_a_record_of_8_bits_survives_its_file() -> None:
+    made = record(33, 128, replace(SPEC, weight=BLOCK_SCALED))
+    raw = json.loads(made.measurement.model_dump_json())
+    assert TUNED_CONFIGS.understood(raw) == made
+    assert made.problem.name == "experts-128x2048x768-top8-bfloat16-e4m3-128x128-m33-128"
+    raw["problem"]["weight"] = "e4m3-64x64"
+    with pytest.raises(InvalidInput, match="e4m3-64x64"):
+        TUNED_CONFIGS.understood(raw)
 
 
 def test_distributed_experts_are_not_measured(measured: Callable[..., None]) -> None:

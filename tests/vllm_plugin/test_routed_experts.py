@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,11 +39,13 @@ from dsl_backend.testing.numerics import assert_within_budget
 from dsl_backend.vllm_plugin import ahead, compat, warm_up
 from dsl_backend.vllm_plugin.enum_members import ensure_member
 from dsl_backend.vllm_plugin.fused_mlp import fuse
+from dsl_backend.vllm_plugin.routed_experts import kernels as routed_experts_kernels
 from dsl_backend.vllm_plugin.routed_experts import serve
 from dsl_backend.vllm_plugin.routed_experts.kernels import (
     BatchedDSLExperts,
     DSLExperts,
     MeasuredExperts,
+    MeasuredScaledExperts,
     ScaledDSLExperts,
     block_ids,
 )
@@ -912,6 +914,61 @@ def test_8_bits_are_vllms_by_default(served: Any, monkeypatch: pytest.MonkeyPatc
     assert "nothing measured says that dsl is faster for " in line
     assert "e4m3-128x128" in line
     assert layer.quant_method.experts_cls is before
+
+
+class TritonOf8Bits(Triton):
+    """Returns the number of tokens, and notes what it was given."""
+
+    given: ClassVar[list[Any]] = []
+
+    def apply(self, output: torch.Tensor, **given: Any) -> None:
+        self.given.append(given)
+        output.fill_(len(output))
+
+
+@pytest.mark.usefixtures("measured")
+def test_measured_tokens_in_8_bits(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For other numbers of tokens vLLM's kernels get what vLLM quantises, by its own function."""
+    monkeypatch.setattr(fused_moe, "TritonExperts", TritonOf8Bits, raising=False)
+    TritonOf8Bits.given.clear()
+    asked = []
+
+    def quantise(x: torch.Tensor, scale: Any, dtype: Any, of_tokens: bool, block: Any) -> Any:
+        asked.append((scale, dtype, of_tokens, block))
+        taken = quantized(x, GROUP_SCALED)
+        return taken.values, taken.scale
+
+    monkeypatch.setattr(routed_experts_kernels, "moe_kernel_quantize_input", quantise)
+    layer = scaled_experts()
+    layer.quant_method.fp8_backend = type(layer.quant_method.fp8_backend).TRITON
+    layer.quant_method.experts_cls = TritonOf8Bits
+    assert served(layer, additional_config={})[1].startswith("dsl's serve routed experts for 3 to 5, 9 to 100 tokens")
+    kernel = process(layer)
+    assert isinstance(kernel.fused_experts, MeasuredScaledExperts)
+    for tokens in (1, 3, 6, 9):
+        x, (weights, ids) = scaled_rows(tokens), routing(tokens)
+        out = layer.forward_modular(x, weights, ids)
+        if tokens in (1, 6):
+            assert (out == tokens).all()
+            (given,) = TritonOf8Bits.given
+            TritonOf8Bits.given.clear()
+            taken = quantized(x, GROUP_SCALED)
+            assert torch.equal(given["hidden_states"].float(), taken.values.float())
+            assert torch.equal(given["a1q_scale"], taken.scale)
+        else:
+            spec, operands = operands_of(layer, x, weights, ids)
+            assert torch.equal(out, reference.exact(spec, operands, torch.float32).to(BF16)), tokens
+            assert not TritonOf8Bits.given
+    assert asked == [(None, torch.float8_e4m3fn, False, [128, 128])] * 2
+
+
+@pytest.mark.usefixtures("measured")
+def test_channels_were_not_measured(served: Any) -> None:
+    """VLLM's choice for them is CUTLASS."""
+    layer = scaled_experts("channels")
+    layer.quant_method.experts_cls = Triton
+    (line,) = served(layer, additional_config={})
+    assert "dsl was measured to be faster than vLLM's Triton kernels, and not than Triton" in line
 
 
 @pytest.mark.rest

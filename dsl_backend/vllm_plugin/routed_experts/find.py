@@ -309,9 +309,10 @@ def measured(service: Service, method: Any, target: Target) -> Service | str:
 
     Measurements compare with vLLM's Triton kernels, and say nothing where vLLM has others, as on SM100.
     """
-    from dsl_backend.vllm_plugin.routed_experts.kernels import DSLExperts, MeasuredExperts
+    from dsl_backend.vllm_plugin.routed_experts import kernels
 
-    ranges = tuple(tuned.faster(service.spec, target)) if service.kernels is DSLExperts else ()
+    classes = {kernels.DSLExperts: kernels.MeasuredExperts, kernels.ScaledDSLExperts: kernels.MeasuredScaledExperts}
+    ranges = tuple(tuned.faster(service.spec, target)) if service.kernels in classes else ()
     if not ranges:
         return (
             f"nothing measured says that dsl is faster for {service.spec}: "
@@ -319,4 +320,4 @@ def measured(service: Service, method: Any, target: Target) -> Service | str:
         )
     if getattr(method, backend_name(method)).name != "TRITON":
         return f"dsl was measured to be faster than vLLM's Triton kernels, and not than {method.experts_cls.__name__}"
-    return Service(service.spec, MeasuredExperts, ranges)
+    return Service(service.spec, classes[service.kernels], ranges)

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
     TopKWeightAndReduceNoOP,
 )
+from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.model_executor.layers.quantization.utils import quant_utils
 from vllm.platforms import current_platform
 
@@ -275,11 +276,13 @@ class WeightOnlyDSLExperts(BlockScaledDSLExperts):
         return []
 
 
-class MeasuredExperts(DSLExperts):
-    """Where this package was measured to be faster as `DSLExperts`; for other numbers of tokens vLLM's Triton kernels.
+class Measured(DSLExperts):
+    """Where this package was measured to be faster its own kernels; for other numbers of tokens vLLM's Triton kernels.
 
-    Both take the weights as they were loaded.
+    Both take the weights as they were loaded. A class in front of this one says which of this package's kernels.
     """
+
+    weight: ScaledFormat | None
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         # There only where vLLM has Triton.
@@ -295,17 +298,44 @@ class MeasuredExperts(DSLExperts):
 
     def apply(self, **given: Any) -> None:
         x, w13, w2, ids = (given[name] for name in ("hidden_states", "w1", "w2", "topk_ids"))
-        spec = sizes_of(w13.shape[0], x.shape[1], w2.shape[2], ids.shape[1], x.dtype)
+        spec = sizes_of(w13.shape[0], x.shape[1], w2.shape[2], ids.shape[1], x.dtype, self.weight)
         if tuned.is_faster(x.shape[0], spec, targets.of_device(x.device)):
             super().apply(**given)
         else:
-            self.theirs.apply(**given)
+            self.theirs.apply(**given | self.for_theirs(x))
+
+    def for_theirs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """The tokens as vLLM's kernels take them, by the names of `apply`'s arguments."""
+        return {"hidden_states": x}
+
+
+class MeasuredExperts(Measured):
+    """Of weights in 16 bits."""
+
+    weight = None
+
+
+class MeasuredScaledExperts(Measured, ScaledDSLExperts):
+    """Of weights in e4m3 with a scale for each 128x128 block. VLLM's kernels get tokens that vLLM has quantised."""
+
+    weight = BLOCK_SCALED
+
+    def for_theirs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        config = self.quant_config
+        values, scale = moe_kernel_quantize_input(
+            x, None, config.quant_dtype, config.per_act_token_quant, config.block_shape
+        )
+        return {"hidden_states": values, "a1q_scale": scale}
 
 
 @cache
-def sizes_of(experts: int, hidden: int, width: int, topk: int, dtype: torch.dtype) -> ExpertsSpec:
+def sizes_of(
+    experts: int, hidden: int, width: int, topk: int, dtype: torch.dtype, weight: ScaledFormat | None
+) -> ExpertsSpec:
     """As much of a spec as tuning records depend on."""
-    return ExpertsSpec(num_experts=experts, hidden_size=hidden, intermediate_size=width, topk=topk, dtype=dtype)
+    return ExpertsSpec(
+        num_experts=experts, hidden_size=hidden, intermediate_size=width, topk=topk, dtype=dtype, weight=weight
+    )
 
 
 class BatchedDSLExperts(DSLExperts):
