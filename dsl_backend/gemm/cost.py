@@ -48,7 +48,7 @@ class ArchRates:
 # Fitted to 2,658 timings on an H200, and kept near a fit to 5,700 of other H200s: gated layers of eight sizes, parts of
 # a model's on 2 to 8 GPUs among them, with 8 to 512 rows here and 16 to 1024 there. Tiles near the best are predicted
 # to 7 % (standard deviation), and what is picked takes 1.3 % longer on average than the best
-# (docs/performance/linear.md). On an H200 these are 35.16, 104.4 and 5770 of `Rates`.
+# (docs/performance/linear.md). On an H200 these are 34.42, 104.4 and 5770 of `Rates`.
 SM90_RATES = ArchRates(memory=0.9439, l2=52.73, flops=2914.0)
 # From public figures of a B200 (8 TB/s and 2250 TFLOP/s on 148 SMs): nothing was timed there.
 SM100_RATES = ArchRates(memory=1.0, l2=102.8, flops=7735.0)

@@ -56,13 +56,16 @@ def test_the_packages_own_file_is_whole() -> None:
 
 def test_the_packages_records_of_an_h200() -> None:
     """By docs/performance/experts.md: gpt-oss-20b's sizes are faster from 129 tokens on, and not clearly with 32."""
-    measurement = TUNED_CONFIGS.read(TUNED_CONFIGS.file)[0][0].measurement
-    h200 = replace(from_arch("sm_90a"), gpu="NVIDIA H200", chip=measurement.chip)
+    h200 = replace(from_arch("sm_90a"), gpu="NVIDIA H200", chip=from_arch("sm_90a").chips[0])
     sizes = {"num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880, "topk": 4}
     layer = replace(SPEC, **sizes)
     tokens = (1, 8, 9, 32, 128, 129, 512, 2048, 8192, 1 << 17)
     assert [n for n in tokens if is_faster(n, layer, h200)] == [1, 8, 129, 512, 2048, 8192, 1 << 17]
     assert not faster(replace(layer, global_experts=32), h200)
+    # Qwen3-30B-A3B in e4m3 blocks: with two tokens vLLM's kernels are as fast.
+    scaled = replace(SPEC, weight=BLOCK_SCALED)
+    tokens = (1, 2, 8, 9, 32, 128, 512, 2048, 8192, 16384)
+    assert [n for n in tokens if is_faster(n, scaled, h200)] == [1, 9, 32, 128, 512, 2048, 8192, 16384]
 
 
 def test_ranges(measured: Callable[..., None]) -> None:

@@ -3,6 +3,8 @@
 
 import ctypes
 import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,3 +75,24 @@ def test_the_gpu_here_says_what_it_is() -> None:
     assert found.chip.sm_count == found.sm_count
     assert 100 < found.chip.memory_gb_s < 20000
     assert 500 < found.chip.clock_mhz < 4000
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_chips_are_what_drivers_said() -> None:
+    """What is chosen, tuned and recorded for a GPU holds where its driver says the same: files of runs have that."""
+    lines = (line for file in sorted((ROOT / "docs/data").glob("*.jsonl")) for line in file.read_text().splitlines())
+    facts = (one for one in map(json.loads, lines) if isinstance(one.get("chip"), dict))
+    said = {(one["device"], Chip(**one["chip"])) for one in facts}
+    assert {device for device, _ in said} >= {"NVIDIA H100 80GB HBM3", "NVIDIA H200"}
+    assert {chip for _, chip in said} == set(from_arch("sm_90a").chips)
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("dsl_backend/**/tuned.json")), ids=lambda file: file.parent.name)
+def test_records_are_of_a_known_chip(file: Path) -> None:
+    """A record whose chip is no GPU's is never used."""
+    for record in json.loads(file.read_text())["records"]:
+        chip = record["chip"] and Chip(**record["chip"])
+        known = from_arch(record["arch"]).chips
+        assert chip is None or any(chip.is_like(one) for one in known), record
