@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-from pydantic import PositiveInt, field_validator
+from pydantic import PositiveInt
 
 from dsl_backend.checks import short
 from dsl_backend.experts.spec import MAX_TOKENS, ExpertsSpec
-from dsl_backend.quant.format import BLOCK_SCALED, scaled_format
+from dsl_backend.quant.format import BLOCK_SCALED
 from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
@@ -37,14 +37,7 @@ class ProblemShape(tuned.RowsProblemShape):
     topk: PositiveInt
     dtype: Literal["float16", "bfloat16"]
     sm_count: PositiveInt
-    weight: str | None = None
-
-    @field_validator("weight")
-    @classmethod
-    def is_a_format(cls, name: str | None) -> str | None:
-        if name is not None:
-            scaled_format(name)
-        return name
+    weight: tuned.FormatName | None = None
 
     @property
     def name(self) -> str:

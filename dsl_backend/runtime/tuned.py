@@ -14,9 +14,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -31,6 +32,7 @@ from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
 from dsl_backend.families import TUNED
 from dsl_backend.log import warning_once
+from dsl_backend.quant.format import scaled_format
 from dsl_backend.runtime.chip import Chip
 from dsl_backend.runtime.target import Target
 
@@ -39,6 +41,16 @@ FORMAT = 1
 
 ProblemShapeT = TypeVar("ProblemShapeT", bound="ProblemShape")
 RowsProblemShapeT = TypeVar("RowsProblemShapeT", bound="RowsProblemShape")
+
+
+def named_format(name: str) -> str:
+    """The name of a format of scaled values. Raises InvalidInput, a ValueError: there is no such format."""
+    scaled_format(name)
+    return name
+
+
+# A field of problem shapes.
+FormatName = Annotated[str, AfterValidator(named_format)]
 
 
 class ProblemShape(BaseModel):

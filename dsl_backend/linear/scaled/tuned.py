@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveInt, field_validator
+from pydantic import PositiveInt
 
 from dsl_backend.checks import short
 from dsl_backend.gemm.configs import Config
@@ -17,7 +17,6 @@ from dsl_backend.gemm.cost import runs_at_once
 from dsl_backend.gemm.sm90 import scaled_configs as sm90
 from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.linear.scaled.spec import ScaledLinearSpec
-from dsl_backend.quant.format import scaled_format
 from dsl_backend.runtime import tuned
 from dsl_backend.runtime.target import Target
 
@@ -40,18 +39,11 @@ class ProblemShape(tuned.RowsProblemShape):
     n: PositiveInt
     k: PositiveInt
     gated: bool
-    x: str
-    weight: str
-    out: str | None
+    x: tuned.FormatName
+    weight: tuned.FormatName
+    out: tuned.FormatName | None
     dtype: Literal["float16", "bfloat16"]
     sm_count: PositiveInt
-
-    @field_validator("x", "weight", "out")
-    @classmethod
-    def is_a_format(cls, name: str | None) -> str | None:
-        if name is not None:
-            scaled_format(name)
-        return name
 
     @property
     def name(self) -> str:

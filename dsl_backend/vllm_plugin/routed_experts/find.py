@@ -311,7 +311,10 @@ def measured(service: Service, method: Any, target: Target) -> Service | str:
     """
     from dsl_backend.vllm_plugin.routed_experts import kernels
 
-    classes = {kernels.DSLExperts: kernels.MeasuredExperts, kernels.ScaledDSLExperts: kernels.MeasuredScaledExperts}
+    classes: dict[type, type] = {
+        kernels.DSLExperts: kernels.MeasuredExperts,
+        kernels.ScaledDSLExperts: kernels.MeasuredScaledExperts,
+    }
     ranges = tuple(tuned.faster(service.spec, target)) if service.kernels in classes else ()
     if not ranges:
         return (
