@@ -179,12 +179,12 @@ def test_the_estimate_prefers_much_in_flight_and_small_ctas() -> None:
 def test_a_chip_with_less_bandwidth_needs_less_in_flight() -> None:
     """Rows that an H200 has in four CTAs, which hold more of them at once, an H100 has in eight.
 
-    All but its bandwidth is an H200's. What no spread is, is the same on every chip.
+    All but its bandwidth and its L2, which no rule asks, is an H200's. What no spread is, is the same on every chip.
     """
     problem = spec(20552, torch.float32)
     on_h200, on_h100 = default(problem, H200), default(problem, H100)
     assert (on_h200.cluster, on_h100.cluster) == (4, 8)
-    assert replace(H200, memory_gb_s=H100.memory_gb_s) == H100
+    assert replace(H200, memory_gb_s=H100.memory_gb_s, l2_bytes=H100.l2_bytes) == H100
     held = [one.ctas_per_sm * one.threads * one.vectors_per_thread for one in (on_h200, on_h100)]
     assert held[1] < held[0]
     # Twice the clock leaves more time for exponentials that are computed twice.

@@ -17,5 +17,6 @@ H200 = ChipClock(
         "distant_latency": Known(190, MEASURED),
         "gpu_fence": Known(307, f"{MEASURED}: a round trip of releasing arrivals, 862, less an H100's of others, 247"),
         "hbm_terabytes": Known(4.8, "NVIDIA H200 data sheet"),
+        "l2_mebibytes": Known(60, "what its driver says"),
     },
 )
