@@ -86,14 +86,15 @@ def gated(row: str, target: Target) -> Run:
     return product(Problem(m=one["m"], n=one["n"], k=one["k"]), target)
 
 
-def product(problem: Any, target: Target) -> Run:
+def product(problem: Any, target: Target, config: Any = None) -> Run:
+    """A layer's product, by default with the configuration that dispatch chooses."""
     from dsl_backend.gemm import host
     from dsl_backend.gemm.args import GemmOperands
     from dsl_backend.gemm.cost import max_ctas
     from dsl_backend.linear.tuned import config_of
 
     spec = problem.spec
-    config = config_of(spec, problem.m, target)
+    config = config_of(spec, problem.m, target) if config is None else config
     x, weight, out = (
         torch.zeros(shape, dtype=problem.dtype)
         for shape in ((problem.m, problem.k), (spec.weight_rows, problem.k), (problem.m, problem.n))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the cost model of the GEMMs to timings: `python -m benchmarks.linear.fit FILE... --of gemm,split_k`.
 
-Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU. Before and after the fit it prints how
+Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU, or `benchmarks.linear.clocked` by the
+emulator's clock. Before and after the fit it prints how
 much longer the estimate's choice takes than the fastest tile of a row, and for each kind of kernel how far estimates
 are off; then the constants as `dsl_backend/gemm/cost.py` has them. Tiles much slower than the fastest count less: what
 matters is the choice.
@@ -20,12 +21,18 @@ from typing import Any
 import torch
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import Config, arch_kernels
-from dsl_backend.gemm.cost import COSTS, Costs, estimated_us
+from dsl_backend.gemm.cost import Costs, estimated_us
 from dsl_backend.gemm.sm90 import configs as sm90
+from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes, GemmSpec
+from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.runtime.target import Target, from_arch
 
-CONFIGS = {one.__name__: one for one in (sm90.GemmConfig, sm90.SwapABConfig, sm90.SmallMConfig)}
+# By `registry.Arch.kernel_arch`.
+CONFIGS = {
+    "sm90": (sm90.GemmConfig, sm90.SwapABConfig, sm90.SmallMConfig),
+    "sm100": (sm100.GemmConfig, sm100.SmallMConfig),
+}
 # Constants of all kernels, by the name that they are chosen with.
 SHARED = "rows"
 SHARED_NAMES = ("row_of_64_ns", "row_of_32_ns", "row_of_16_ns")
@@ -55,7 +62,7 @@ class Timing:
     @property
     def kind(self) -> str:
         """The kernel: a field of `cost.Costs`."""
-        if isinstance(self.config, sm90.SmallMConfig):
+        if isinstance(self.config, SmallMTiles):
             return "stream_k" if self.config.stream_k else "split_k"
         return "swap_ab" if isinstance(self.config, sm90.SwapABConfig) else "gemm"
 
@@ -68,9 +75,13 @@ class Timing:
         return estimated_us(self.config, self.spec, self.rows, rates, target, costs)
 
 
-def timing_of(line: dict[str, Any]) -> Timing | None:
-    """Of a sweep's line; None for kernels that are not ours."""
-    kind = CONFIGS.get(line["name"])
+def timing_of(line: dict[str, Any], arch: str) -> Timing | None:
+    """Of a sweep's line; None for kernels that are not ours.
+
+    Args:
+        arch: a key of CONFIGS.
+    """
+    kind = next((one for one in CONFIGS[arch] if one.__name__ == line["name"]), None)
     if kind is None:
         return None
     fields = {field.name: line[field.name] for field in dataclasses.fields(kind) if field.name in line}
@@ -80,9 +91,9 @@ def timing_of(line: dict[str, Any]) -> Timing | None:
     return Timing(line["row"], spec, line["m"], kind(**fields), line["us"])
 
 
-def timings_of(lines: Iterable[str]) -> list[Timing]:
+def timings_of(lines: Iterable[str], arch: str = "sm90") -> list[Timing]:
     """Of the lines of a sweep, each with its row's fastest."""
-    found = [one for line in lines if (one := timing_of(json.loads(line))) is not None]
+    found = [one for line in lines if (one := timing_of(json.loads(line), arch)) is not None]
     fastest: dict[str, float] = {}
     for one in found:
         fastest[one.row] = min(one.us, fastest.get(one.row, math.inf))
@@ -164,9 +175,10 @@ def main() -> int:
     parts = from_arch(given.arch)
     chip = min(parts.chips, key=lambda one: abs(one.memory_gb_s - given.memory_gb_s))
     target = dataclasses.replace(parts, chip=chip, gpu="timed")
-    timings = timings_of(line for file in given.files for line in file.read_text().splitlines())
-    describe("before", timings, target, COSTS)
-    costs = fitted(timings, target, COSTS, kinds)
+    lines = (line for file in given.files for line in file.read_text().splitlines())
+    timings, today = timings_of(lines, str(target.kernel_arch)), arch_kernels(target).costs
+    describe("before", timings, target, today)
+    costs = fitted(timings, target, today, kinds)
     describe("after", timings, target, costs)
     print(costs)
     return 0

@@ -26,7 +26,7 @@ class ArchKernels:
             with `SwapABGemm`.
         small_m, gemms: configurations of either to choose among; stages are as many as fit.
         tried: more of them, for tuning.
-        rates: of its GPUs, for the cost model.
+        rates, costs: of its GPUs, for the cost model.
         split_k: more for few rows, for products without an activation. gated_split_k: for those with one.
     """
 
@@ -37,6 +37,7 @@ class ArchKernels:
     rates: ArchRates
     split_k: tuple[Config, ...] = ()
     gated_split_k: tuple[Config, ...] = ()
+    costs: Costs = COSTS
 
     def kernel(self, config: Config) -> Any:
         """The class of a configuration's kernel. Imports CuTe DSL."""
@@ -54,10 +55,18 @@ ARCH_KERNELS = {
         (*sm90.GEMMS, *sm90.SWAP_AB),
         sm90.tried,
         SM90_RATES,
-        sm90.SPLIT_K,
-        sm90.GATED_SPLIT_K,
+        split_k=sm90.SPLIT_K,
+        gated_split_k=sm90.GATED_SPLIT_K,
     ),
-    "sm100": ArchKernels("dsl_backend.gemm.sm100", sm100.SMALL_M, sm100.GEMMS, sm100.tried, SM100_RATES, sm100.SPLIT_K),
+    "sm100": ArchKernels(
+        "dsl_backend.gemm.sm100",
+        sm100.SMALL_M,
+        sm100.GEMMS,
+        sm100.tried,
+        SM100_RATES,
+        split_k=sm100.SPLIT_K,
+        gated_split_k=sm100.SPLIT_K,
+    ),
 }
 # Rows that the only kernel of a batch-invariant problem is chosen for.
 INVARIANT_FOR = 1024
@@ -109,9 +118,10 @@ def candidates(spec: GemmSpec, target: Target) -> tuple[Config, ...]:
     return tuple(config for config in found if config in best)
 
 
-def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target, costs: Costs = COSTS) -> float:
-    """Microseconds of a launch, by the cost model."""
-    return estimated_us(config, spec, rows, arch_kernels(target).rates.of(target.chips[0]), target, costs)
+def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target, costs: Costs | None = None) -> float:
+    """Microseconds of a launch, by the cost model: by default with the costs of the target's architecture."""
+    arch = arch_kernels(target)
+    return estimated_us(config, spec, rows, arch.rates.of(target.chips[0]), target, costs or arch.costs)
 
 
 def choose(spec: GemmSpec, rows: int, target: Target) -> Config:

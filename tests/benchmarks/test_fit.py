@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.linear import fit
+from benchmarks.linear import clocked, fit
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import deepest, fitting
 from dsl_backend.gemm.cost import COSTS, Costs
 from dsl_backend.gemm.sm90 import configs as sm90
+from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes, GemmSpec
 from dsl_backend.runtime.target import from_arch
 
@@ -79,3 +80,26 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     with pytest.raises(SystemExit):
         fit.main()
     assert "--of has typo: gemm, swap_ab, stream_k, split_k, rows are possible" in capsys.readouterr().err
+
+
+def test_times_of_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stream-K's and split-K's of a narrow layer, as `fit` reads them; the fastest is first."""
+    pytest.importorskip("cutlass")
+    file = tmp_path / "clocked.jsonl"
+    both = [sm100.SmallMConfig(), sm100.SmallMConfig(num_splits=4)]
+    monkeypatch.setattr(clocked, "likely", lambda problem, target, most: both[:most])
+    monkeypatch.setattr(sys, "argv", ["clocked", "--shapes", "256x1024", "--rows", "8", "--json", str(file)])
+    assert clocked.main() == 0
+    found = fit.timings_of(file.read_text().splitlines(), "sm100")
+    assert {one.kind for one in found} == {"stream_k", "split_k"}
+    assert [one.us for one in found] == sorted(one.us for one in found)
+    assert 1 < found[0].us < 20
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert " * " in printed[0]
+    monkeypatch.setattr(sys, "argv", ["clocked", "--shapes", "typo"])
+    with pytest.raises(SystemExit):
+        clocked.main()
+    assert "--shapes has 'typo'" in capsys.readouterr().err

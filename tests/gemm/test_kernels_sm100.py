@@ -40,8 +40,9 @@ def test_fuzz(seed: int) -> None:
 @pytest.mark.parametrize(
     ("activation", "place"),
     [
-        *((Swiglu(), place) for place in range(len(SMALL_M) + len(GEMMS))),
-        *((None, place) for place in range(len(SMALL_M) + len(SPLIT_K) + len(GEMMS))),
+        (activation, place)
+        for activation in (Swiglu(), None)
+        for place in range(len(SMALL_M) + len(SPLIT_K) + len(GEMMS))
     ],
 )
 def test_every_kernel_that_is_chosen(activation: Swiglu | None, place: int) -> None:
