@@ -34,7 +34,7 @@ def clocked_us(problem: Problem, config: Any, chip: ChipClock) -> float:
     recorded = simulated(
         lambda: product(problem, target, config), chip, target.sm_count if waits else SAMPLES, file=None
     )
-    return sum(chip.microseconds(one.cycles) for one in clocked(recorded, chip))
+    return sum(one.microseconds for one in clocked(recorded, chip))
 
 
 def main() -> int:

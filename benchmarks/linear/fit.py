@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import Config, arch_kernels
-from dsl_backend.gemm.cost import Costs, estimated_us
+from dsl_backend.gemm.cost import COSTS, Costs, estimated_us
 from dsl_backend.gemm.sm90 import configs as sm90
 from dsl_backend.gemm.sm100 import configs as sm100
 from dsl_backend.gemm.spec import Dtypes, GemmSpec
@@ -176,9 +176,9 @@ def main() -> int:
     chip = min(parts.chips, key=lambda one: abs(one.memory_gb_s - given.memory_gb_s))
     target = dataclasses.replace(parts, chip=chip, gpu="timed")
     lines = (line for file in given.files for line in file.read_text().splitlines())
-    timings, today = timings_of(lines, str(target.kernel_arch)), arch_kernels(target).costs
-    describe("before", timings, target, today)
-    costs = fitted(timings, target, today, kinds)
+    timings = timings_of(lines, str(target.kernel_arch))
+    describe("before", timings, target, COSTS)
+    costs = fitted(timings, target, COSTS, kinds)
     describe("after", timings, target, costs)
     print(costs)
     return 0

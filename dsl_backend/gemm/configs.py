@@ -26,7 +26,7 @@ class ArchKernels:
             with `SwapABGemm`.
         small_m, gemms: configurations of either to choose among; stages are as many as fit.
         tried: more of them, for tuning.
-        rates, costs: of its GPUs, for the cost model.
+        rates: of its GPUs, for the cost model.
         split_k: more for few rows, for products without an activation. gated_split_k: for those with one.
     """
 
@@ -37,7 +37,6 @@ class ArchKernels:
     rates: ArchRates
     split_k: tuple[Config, ...] = ()
     gated_split_k: tuple[Config, ...] = ()
-    costs: Costs = COSTS
 
     def kernel(self, config: Config) -> Any:
         """The class of a configuration's kernel. Imports CuTe DSL."""
@@ -65,7 +64,7 @@ ARCH_KERNELS = {
         sm100.tried,
         SM100_RATES,
         split_k=sm100.SPLIT_K,
-        gated_split_k=sm100.SPLIT_K,
+        gated_split_k=sm100.GATED_SPLIT_K,
     ),
 }
 # Rows that the only kernel of a batch-invariant problem is chosen for.
@@ -118,10 +117,9 @@ def candidates(spec: GemmSpec, target: Target) -> tuple[Config, ...]:
     return tuple(config for config in found if config in best)
 
 
-def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target, costs: Costs | None = None) -> float:
-    """Microseconds of a launch, by the cost model: by default with the costs of the target's architecture."""
-    arch = arch_kernels(target)
-    return estimated_us(config, spec, rows, arch.rates.of(target.chips[0]), target, costs or arch.costs)
+def estimate_us(config: Config, spec: GemmSpec, rows: int, target: Target, costs: Costs = COSTS) -> float:
+    """Microseconds of a launch, by the cost model."""
+    return estimated_us(config, spec, rows, arch_kernels(target).rates.of(target.chips[0]), target, costs)
 
 
 def choose(spec: GemmSpec, rows: int, target: Target) -> Config:

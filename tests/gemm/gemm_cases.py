@@ -456,6 +456,13 @@ CASES_SM100 = [
         sms=8,
     ),
     Emulated(
+        id="split-k-gated",
+        why="as many accumulators as a thread may have, gate and up; two rows of tiles, the last column's tile ragged",
+        case=replace(GATED, rows=70, n=136, k=520),
+        config=replace(SMALL_M_SM100, tokens=64, num_splits=4),
+        sms=16,
+    ),
+    Emulated(
         id="split-k-groups",
         why="two warpgroups store; two rows of tiles; NaN and infinities through partial sums",
         case=replace(PLAIN, rows=110, n=136, special=True, bias=True, residual=True, pad_out=8),

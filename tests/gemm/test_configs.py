@@ -116,6 +116,29 @@ def test_a_b200_chooses_as_the_clock_does(n: int, k: int, rows: int, splits: int
     assert chosen.num_splits == splits
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "kernel"),
+    [
+        (1792, 4096, 1, (16, 4)),
+        (1792, 4096, 64, (64, 8)),
+        (1792, 4096, 128, (64, 4)),
+        (2048, 7168, 16, (16, 4)),
+        (2048, 7168, 128, (64, 4)),
+        (3584, 4096, 64, (64, 4)),
+        (3584, 8192, 64, (64, 4)),
+        (7168, 4096, 16, (16, 1)),
+        (14336, 4096, 16, (16, 1)),
+    ],
+)
+def test_gated_layers_of_a_b200_are_chosen_as_the_clock_has_them(
+    n: int, k: int, rows: int, kernel: tuple[int, int]
+) -> None:
+    """Tokens and CTAs of a tile: narrow layers, as tensor parallelism leaves them, have split-K."""
+    chosen = choose(replace(LLAMA, n=n, k=k), rows, B200)
+    assert isinstance(chosen, sm100.SmallMConfig)
+    assert (chosen.tokens, chosen.num_splits) == kernel
+
+
 def test_sparing_sms_takes_no_other_kernels() -> None:
     """What was compiled ahead serves. The choice may be another: 88 tiles on 44 CTAs take two waves."""
     spec = replace(LLAMA, n=2816, k=2048)

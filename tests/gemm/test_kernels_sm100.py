@@ -8,7 +8,7 @@ from gemm_cases import CASES_SM100, Emulated, emulate, random_sm100, spec_of
 
 from dsl_backend.gemm.activation import Swiglu
 from dsl_backend.gemm.configs import fitting
-from dsl_backend.gemm.sm100.configs import GEMMS, SMALL_M, SPLIT_K, SmallMConfig
+from dsl_backend.gemm.sm100.configs import GATED_SPLIT_K, GEMMS, SMALL_M, SPLIT_K, SmallMConfig
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.linear import LinearCase
 
@@ -41,8 +41,8 @@ def test_fuzz(seed: int) -> None:
     ("activation", "place"),
     [
         (activation, place)
-        for activation in (Swiglu(), None)
-        for place in range(len(SMALL_M) + len(SPLIT_K) + len(GEMMS))
+        for activation, split_k in ((Swiglu(), GATED_SPLIT_K), (None, SPLIT_K))
+        for place in range(len(SMALL_M) + len(split_k) + len(GEMMS))
     ],
 )
 def test_every_kernel_that_is_chosen(activation: Swiglu | None, place: int) -> None:
