@@ -7,6 +7,7 @@ Needs no GPU, and says nothing that a GPU has confirmed. Each line has rows, n, 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -54,17 +55,17 @@ def main() -> int:
         parser.error(str(error))
     chip = CHIPS[given.chip]
     target = target_of(chip)
-    lines = []
-    for problem in problems:
-        chosen, row = choose(problem.spec, problem.m, target), f"{problem.m} {problem.n}x{problem.k}"
-        times = [(clocked_us(problem, one, chip), one) for one in likely(problem, target, given.most)]
-        for us, config in sorted(times, key=lambda one: one[0]):
-            mark, estimate = "*" if config == chosen else " ", estimate_us(config, problem.spec, problem.m, target)
-            print(f"{row:20} {us:9.2f} us {estimate:9.2f} estimated {mark} {config}", flush=True)
-            facts = {"row": row, **problem.parameters, "us": us, "name": type(config).__name__}
-            lines.append(json.dumps(facts | dataclasses.asdict(config)))
-    if given.json is not None:
-        given.json.write_text("\n".join(lines) + "\n")
+    with given.json.open("w") if given.json else contextlib.nullcontext() as lines:
+        for problem in problems:
+            chosen, row = choose(problem.spec, problem.m, target), f"{problem.m} {problem.n}x{problem.k}"
+            times = [(clocked_us(problem, one, chip), one) for one in likely(problem, target, given.most)]
+            for us, config in sorted(times, key=lambda one: one[0]):
+                mark, estimate = "*" if config == chosen else " ", estimate_us(config, problem.spec, problem.m, target)
+                print(f"{row:20} {us:9.2f} us {estimate:9.2f} estimated {mark} {config}", flush=True)
+                if lines:
+                    facts = {"row": row, **problem.parameters, "us": us, "name": type(config).__name__}
+                    lines.write(json.dumps(facts | dataclasses.asdict(config)) + "\n")
+                    lines.flush()
     return 0
 
 

@@ -2,10 +2,9 @@
 """Fits the cost model of the GEMMs to timings: `python -m benchmarks.linear.fit FILE... --of gemm,split_k`.
 
 Files are what `python -m benchmarks.linear.sweep --json` writes, of one GPU, or `benchmarks.linear.clocked` by the
-emulator's clock. Before and after the fit it prints how
-much longer the estimate's choice takes than the fastest tile of a row, and for each kind of kernel how far estimates
-are off; then the constants as `dsl_backend/gemm/cost.py` has them. Tiles much slower than the fastest count less: what
-matters is the choice.
+emulator's clock. Before and after the fit it prints how much longer the estimate's choice takes than the fastest tile
+of a row, and for each kind of kernel how far estimates are off; then the constants as `dsl_backend/gemm/cost.py` has
+them. Tiles much slower than the fastest count less: what matters is the choice.
 """
 
 import argparse

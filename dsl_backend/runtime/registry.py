@@ -63,7 +63,7 @@ _SM90 = _SM89 | {Feature.TMA}
 _TCGEN05 = _SM90 | {Feature.TCGEN05}
 _KIB = 1024
 _MIB = 1 << 20
-# What the drivers of Hopper's say of them, which records are compared with; of a B200 its data sheet.
+# What the drivers of an H200 and an H100 say, since records are compared with that; of a B200 its data sheet.
 _H200 = Chip(sm_count=132, memory_gb_s=4814, clock_mhz=1980, l2_bytes=60 * _MIB)
 _H100 = Chip(sm_count=132, memory_gb_s=3352, clock_mhz=1980, l2_bytes=50 * _MIB)
 _B200 = Chip(sm_count=148, memory_gb_s=8000, clock_mhz=1965, l2_bytes=126 * _MIB)
