@@ -130,7 +130,15 @@ class MmaConsumer:
         work = self.work_pipeline.consume(tile_count)
         valid = work.valid
         while valid != 0:
-            kv_idx = self.mma(work, stage_of(tile_count, self.config.query_stages), tile_count, kv_idx)
+            q_stage = stage_of(tile_count, self.config.query_stages)
+            if cutlass.const_expr(self.passes_over):
+                if self.warpgroup * WGMMA_M < work.num_rows:
+                    self.mma(work, q_stage, tile_count, kv_idx)
+                else:
+                    self.pass_over(work, q_stage, tile_count, kv_idx)
+            else:
+                self.mma(work, q_stage, tile_count, kv_idx)
+            kv_idx += work.n_block_max - work.n_block_min
             tile_count += 1
             work = self.work_pipeline.consume(tile_count)
             valid = work.valid
@@ -166,7 +174,7 @@ class MmaConsumer:
 
     @cute.jit
     def mma(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32, kv_idx: cutlass.Int32):
-        """Process one work tile, from its last key tile to its first; return kv_idx of the next work tile."""
+        """Process one work tile, from its last key tile to its first; kv_idx is that of the last one."""
         self.softmax.reset()
         self.acc_O.fill(0.0)
         self.rows.start(work)
@@ -192,7 +200,35 @@ class MmaConsumer:
         self.end_q(q_stage)
         self.mma_last_pv(work, kv_idx - 1)
         self.epilogue(work)
-        return kv_idx
+
+    @property
+    def passes_over(self) -> bool:
+        """Whether a warpgroup leaves work tiles in which it has no row to the others."""
+        return self.config.groups > 1
+
+    @cute.jit
+    def pass_over(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32, kv_idx: cutlass.Int32):
+        """Of a work tile in which this warpgroup has no row: take part in what all do, and leave the tensor cores."""
+        self.begin_q(work, q_stage, tile_count)
+        self.release_q(q_stage)
+        last = kv_idx + work.n_block_max - work.n_block_min - 1
+        for i in cutlass.range(kv_idx, last + 1, unroll=1):
+            self.warp_scheduler_barrier_sync()
+            self.warp_scheduler_barrier_arrive()
+            # A stage may be given back once for each time that it is filled.
+            cute.arch.mbarrier_wait(
+                self.barriers.k_full + stage_of(i, self.config.stages), phase_of(i, self.config.stages)
+            )
+            self.release_kv(self.barriers.k_empty, i)
+            if i == kv_idx:
+                self.zero_fill_v_end(work, work.n_block_max - 1, i)
+            if cutlass.const_expr(self.key.has_window_left):
+                if i == last:
+                    self.zero_fill_v_begin(work, i)
+            cute.arch.mbarrier_wait(
+                self.barriers.v_full + stage_of(i, self.config.stages), phase_of(i, self.config.stages)
+            )
+            self.release_kv(self.barriers.v_empty, i)
 
     @cute.jit
     def begin_q(self, work: WorkTile, q_stage: cutlass.Int32, tile_count: cutlass.Int32):

@@ -144,6 +144,11 @@ class Fp8MmaConsumer(TwoLevelSums, MmaConsumer):
         shape = thr_mma.partition_shape_A((self.kernel.tile_m, self.kernel.dims))
         return cute.make_rmem_tensor(shape, cutlass.Float8E4M3FN)
 
+    @property
+    def passes_over(self) -> bool:
+        """Each class has its own way to take Q."""
+        return False
+
     def make_softmax(self) -> Fp8Softmax:
         config = self.config
         return Fp8Softmax(ROWS_PER_THREAD, QUAD, self.rows.score_mod, config.p_offset, config.rescale_threshold)
