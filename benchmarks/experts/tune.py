@@ -24,8 +24,6 @@ from .problems import Problem, build, reference
 from .providers import ours, vllm_objections, vllm_triton
 from .rows import FP8_MODELS, MODELS
 
-# Those of the dispatch table that records are of.
-KERNELS = ("cute", "cute-scaled")
 # The largest number of tokens of each class; a class starts after the previous one, and both its ends are timed.
 TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
@@ -83,7 +81,8 @@ def classes(target: Target, device: torch.device, model: ModelShape | None) -> l
     for sizes, (before, most) in itertools.product(layers(model), itertools.pairwise((0, *TOKENS))):
         ends = [Problem(m=m, **sizes) for m in dict.fromkeys((before + 1, most))]
         spec = ends[0].spec
-        if not vllm_objections(ends[0]) and dispatch.choose(spec, target).name in KERNELS:
+        objections = dispatch.cute if spec.weight is None else dispatch.cute_scaled
+        if not vllm_objections(ends[0]) and not objections(spec, target):
             of_shape = problem_of(spec, target.sm_count).of_rows(before + 1, most)
             contests = tuple(contest(problem, target, device) for problem in ends)
             found.append(Class(TUNED_CONFIGS, of_shape, contests))

@@ -709,6 +709,9 @@ def test_experts_are_compared_with_vllms(monkeypatch: pytest.MonkeyPatch) -> Non
         for of_end in one.contests:
             assert of_end.configs == (Theirs(), Ours())
             assert [spec.family for spec in of_end.precompile_specs] == ["experts"]
+    # The second one has no kernel of this package's at all.
+    for other in ("sm_80", "sm_75"):
+        assert experts.classes(from_arch(other), torch.device("cpu"), None) == []
     monkeypatch.setattr(experts, "vllm_objections", lambda problem: ["vllm is not installed"])
     assert experts.classes(TARGET, torch.device("cpu"), None) == []
 
