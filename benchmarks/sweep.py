@@ -10,7 +10,7 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from dsl_backend.providers import Launch, Limits
@@ -243,12 +243,23 @@ def run(contests: Sequence[Contest], given: argparse.Namespace) -> int:
                 if one.summary is None:
                     print(f"{contest.name} {one.config}: {one.error}", flush=True)
             times = [(one.summary.median_us, one.config) for one in found if one.summary is not None]
-            for rank, (time_us, config) in enumerate(sorted(times, key=lambda one: one[0])):
-                is_chosen = config == contest.chosen
-                if rank < given.best or is_chosen:
-                    note, mark = contest.note(config, time_us), "*" if is_chosen else " "
-                    print(f"{contest.name:28} {time_us:9.2f} us {note} {mark} {config}", flush=True)
-                if lines:
-                    lines.write(json.dumps(line(contest, config, time_us)) + "\n")
-                    lines.flush()
+            say(contest, times, given.best, lines)
     return 0
+
+
+def say(contest: Contest, times: Sequence[tuple[float, Any]], best: int, lines: TextIO | None) -> None:
+    """Print times of a problem's configurations, the fastest first, and write all as JSON objects.
+
+    Args:
+        times: (microseconds, configuration).
+        best: so many are printed, and the chosen one.
+        lines: an open file, if times are to be written.
+    """
+    for rank, (time_us, config) in enumerate(sorted(times, key=lambda one: one[0])):
+        is_chosen = config == contest.chosen
+        if rank < best or is_chosen:
+            note, mark = contest.note(config, time_us), "*" if is_chosen else " "
+            print(f"{contest.name:28} {time_us:9.2f} us {note} {mark} {config}", flush=True)
+        if lines:
+            lines.write(json.dumps(line(contest, config, time_us)) + "\n")
+            lines.flush()

@@ -9,20 +9,20 @@ Needs no GPU, and says nothing that a GPU has confirmed. Each line has rows, n, 
 import argparse
 import contextlib
 import dataclasses
-import json
 import pathlib
 import sys
 from typing import Any
 
-from dsl_backend.gemm.configs import choose, estimate_us
+from dsl_backend.gemm.configs import choose
 from dsl_backend.gemm.tiles import SmallMTiles
 from emulator.clock.chips import CHIPS
 from emulator.clock.constants import ChipClock
 
+from .. import sweep
 from ..clock.__main__ import clocked, simulated
-from ..clock.problems import product, target_of
+from ..clock.problems import CPU, product, target_of
 from .problems import Problem
-from .sweep import likely, named
+from .sweep import contest, likely, named
 
 # Clusters that are simulated, of a grid whose CTAs have equal work.
 SAMPLES = 2
@@ -57,15 +57,12 @@ def main() -> int:
     target = target_of(chip)
     with given.json.open("w") if given.json else contextlib.nullcontext() as lines:
         for problem in problems:
-            chosen, row = choose(problem.spec, problem.m, target), f"{problem.m} {problem.n}x{problem.k}"
-            times = [(clocked_us(problem, one, chip), one) for one in likely(problem, target, given.most)]
-            for us, config in sorted(times, key=lambda one: one[0]):
-                mark, estimate = "*" if config == chosen else " ", estimate_us(config, problem.spec, problem.m, target)
-                print(f"{row:20} {us:9.2f} us {estimate:9.2f} estimated {mark} {config}", flush=True)
-                if lines:
-                    facts = {"row": row, **problem.parameters, "us": us, "name": type(config).__name__}
-                    lines.write(json.dumps(facts | dataclasses.asdict(config)) + "\n")
-                    lines.flush()
+            configs = likely(problem, target, given.most)
+            times = [(clocked_us(problem, one, chip), one) for one in configs]
+            # Of plain products too, which vLLM may keep.
+            chosen = choose(problem.spec, problem.m, target)
+            of_layer = dataclasses.replace(contest(problem, target, CPU, configs), chosen=chosen)
+            sweep.say(of_layer, times, given.most, lines)
     return 0
 
 
