@@ -11,9 +11,11 @@ import torch
 
 import emulator
 from dsl_backend.attention.cute import dequant
+from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
-from dsl_backend.runtime.target import from_arch
+from dsl_backend.runtime import toolkit
+from dsl_backend.runtime.target import Target, from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check
 from dsl_backend.testing.cases import CASES, FP16, FULL, Case
@@ -64,6 +66,24 @@ def emulate(
     check.judge(result, expected, magnitude, with_lse=with_lse)
     assert machine.profile is not None
     return machine.profile
+
+
+def compiled_anew(kernel: type, forward: type) -> Any:
+    """A host's class of dense kernels that compiles a forward kernel each time: cached ones are of other source."""
+
+    def build(key: Any, target: Target) -> Any:
+        return toolkit.compiled(forward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+
+    return type(kernel.__name__, (kernel,), {"build": staticmethod(build)})
+
+
+def executed(profile: Profile, text: str) -> int:
+    """How often warps executed instructions with a text in them."""
+    found = 0
+    for kernel in profile.kernels.values():
+        counted = [text in str(instruction) for instruction in kernel.program.instrs]
+        found += sum(int(counts[counted].sum()) for counts in kernel.executed.values())
+    return found
 
 
 def dequant_conflicts(profile: Profile) -> list[str]:

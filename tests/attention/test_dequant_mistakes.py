@@ -6,24 +6,20 @@ Results need not show it: that depends on timing on a GPU, and on the schedule o
 
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute import dequant
-from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm90 import dense_kernel as forward
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
-from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
-from tests.attention.emulated import SCHEDULES, emulate, scratch
+from tests.attention.emulated import SCHEDULES, compiled_anew, emulate, scratch
 from tests.mistakes import Mistake, spoilt
 
 # Five key tiles pass through two fp8 stages.
@@ -45,13 +41,10 @@ def early() -> Mistake:
 def run(index: int) -> None:
     """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
-    class Fresh(Prefill):
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(forward.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+    fresh_class = compiled_anew(Prefill, forward.DenseForward)
 
     def make(planner: Planner, short: bool) -> Kernel:
-        return Fresh(planner.spec, planner.target, scratch(), CONFIG)
+        return fresh_class(planner.spec, planner.target, scratch(), CONFIG)
 
     emulate(CASE, "sm_90a", make, index, sms=1)
 

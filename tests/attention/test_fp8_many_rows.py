@@ -16,7 +16,6 @@ pytest.importorskip("cutlass")
 import emulator
 from dsl_backend.attention import dispatch
 from dsl_backend.attention.cute import fp8_queries, fp8_smem, host
-from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.loader import dense as loader
 from dsl_backend.attention.cute.scheduler.balanced import SPLIT_RANGE_FIELDS
 from dsl_backend.attention.cute.sm90 import dense_host as sm90_host
@@ -31,8 +30,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.spec import AttentionSpec, Batch, HostLengths
 from dsl_backend.attention.variants import SM90_FP8_DECODE, SM100_FP8_DECODE
 from dsl_backend.errors import Unsupported
-from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.testing import check, fp8_attention, fuzz
 from dsl_backend.testing.cases import FP16, FULL, Case
@@ -40,7 +38,7 @@ from dsl_backend.testing.fp8_attention import Arithmetic
 from dsl_backend.testing.inputs import Layout, Problem, Surroundings
 from emulator.errors import EmulatorError
 from tests.attention import test_sm90_fp8, test_sm100_fp8
-from tests.attention.emulated import SCHEDULES, SMS, scratch
+from tests.attention.emulated import SCHEDULES, SMS, compiled_anew, scratch
 from tests.mistakes import Mistake, spoil_methods, spoilt
 
 NAME = dispatch.FP8_PRODUCTS
@@ -168,15 +166,12 @@ class Sm:
         """
         forward = self.forward
 
-        class Fresh(self.host.Fp8SplitKV):  # type: ignore[name-defined]
-            @staticmethod
-            def build(key: Any, target: Target) -> Any:
-                return toolkit.compiled(forward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+        fresh_class = compiled_anew(self.host.Fp8SplitKV, forward)
 
         made: list[Any] = []
 
         def adjust(planner: Planner) -> None:
-            kind = Fresh if fresh else self.host.Fp8SplitKV
+            kind = fresh_class if fresh else self.host.Fp8SplitKV
             made.append(kind(planner.spec, planner.target, scratch(), config))
             planner.short = planner.long = (*planner.long[:2], made[0])
 

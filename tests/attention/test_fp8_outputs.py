@@ -19,7 +19,7 @@ from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.errors import InvalidInput
 from dsl_backend.quant.format import MXFP8, TENSOR_SCALED
-from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id, mla
 from dsl_backend.testing.check import check_case
 from dsl_backend.testing.numerics import before_rounding
@@ -121,8 +121,6 @@ def emulate(arch: str, index: int, case: Case = SMALL, fresh: bool = False) -> N
     Args:
         fresh: compile its kernel anew, since cached ones were compiled from other source.
     """
-    from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-    from dsl_backend.runtime import toolkit
     from tests.attention import emulated
 
     folder = f"dsl_backend.attention.cute.{from_arch(arch).kernel_arch}"
@@ -140,14 +138,10 @@ def emulate(arch: str, index: int, case: Case = SMALL, fresh: bool = False) -> N
     else:
         config = replace(configs.default_split_config(case.spec), min_split_tiles=1)
 
-    class Fresh(base):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            forward = kernel.DenseForward(key)
-            return toolkit.compiled(forward, fake_args(key, fake_dense_tensors(key)), target.arch, "")
+    fresh_class = emulated.compiled_anew(base, kernel.DenseForward)
 
     def make(planner: Planner, short: bool) -> Kernel:
-        found: Kernel = (Fresh if fresh else base)(planner.spec, planner.target, emulated.scratch(), config)
+        found: Kernel = (fresh_class if fresh else base)(planner.spec, planner.target, emulated.scratch(), config)
         return found
 
     emulated.emulate(case, arch, make, index, sms=2)

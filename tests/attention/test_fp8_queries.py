@@ -17,7 +17,7 @@ from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
 from dsl_backend.errors import InvalidInput
-from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing.cases import Case, by_id, mla
 from dsl_backend.testing.check import check_case
 
@@ -129,11 +129,9 @@ def emulate(arch: str, index: int = 1, fresh: bool = False) -> None:
         fresh: compile its kernel anew, since cached ones were compiled from other source.
     """
     import emulator
-    from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-    from dsl_backend.runtime import toolkit
     from dsl_backend.testing import check, fp8_attention
     from tests.attention import test_sm90_fp8, test_sm100_fp8
-    from tests.attention.emulated import SCHEDULES, scratch
+    from tests.attention.emulated import SCHEDULES, compiled_anew, scratch
 
     if arch == "sm_90a":
         from dsl_backend.attention.cute.sm90.dense_host import Fp8Prefill
@@ -150,13 +148,10 @@ def emulate(arch: str, index: int = 1, fresh: bool = False) -> None:
         config = Fp8DenseConfig(tile_n=64, stages=2, query_stages=1, late_p_keys=32, ex2_emulation=0)
         forward, arithmetic = Fp8DenseForward, test_sm100_fp8.arithmetic_of(config)
 
-    class Fresh(Fp8Prefill):
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(forward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+    fresh_class = compiled_anew(Fp8Prefill, forward)
 
     def adjust(planner: Planner) -> None:
-        kernel = (Fresh if fresh else Fp8Prefill)(planner.spec, planner.target, scratch(), config)
+        kernel = (fresh_class if fresh else Fp8Prefill)(planner.spec, planner.target, scratch(), config)
         planner.short = planner.long = (*planner.long[:2], kernel)
 
     problem, target = SMALL.problem(), replace(from_arch(arch), sm_count=1)

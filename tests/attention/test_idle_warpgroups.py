@@ -9,18 +9,16 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
-from dsl_backend.attention.cute.sm90 import dense_kernel, dense_mma
+from dsl_backend.attention.cute.sm90 import dense_mma
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm90.dense_host import Prefill, SplitKV
+from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
-from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import FULL, Case
 from emulator.errors import EmulatorError, HostError
 from emulator.machine.profile import Profile
-from tests.attention.emulated import emulate, scratch
+from tests.attention.emulated import compiled_anew, emulate, executed, scratch
 from tests.mistakes import Mistake, spoil_methods, spoilt
 
 TWO = DenseConfig(groups=2, tile_n=32, stages=2)
@@ -37,20 +35,14 @@ CASES = (
 CONFIGS = {"together": TWO, "ping-pong": PING_PONG, "three": THREE}
 
 
-def run(case: Case, config: DenseConfig, index: int, *, sms: int = 4) -> Profile:
-    """On a kernel compiled anew, since cached ones were compiled from other source."""
-
-    class Fresh(Prefill):
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(
-                dense_kernel.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, ""
-            )
+def run(case: Case, config: DenseConfig, index: int, *, sms: int = 4, prefill: Any = Prefill) -> Profile:
+    """Run a case on a class of kernels and judge the result."""
 
     def make(planner: Planner, short: bool) -> Kernel:
         if short:
             return SplitKV(planner.spec, planner.target, scratch())
-        return Fresh(planner.spec, planner.target, scratch(), config)
+        kernel: Kernel = prefill(planner.spec, planner.target, scratch(), config)
+        return kernel
 
     return emulate(case, "sm_90a", make, index, sms=sms)
 
@@ -76,15 +68,6 @@ def test_fp8_cache() -> None:
     run(replace(TAILS, fp8=True), replace(PING_PONG, dequant_stages=2), 2)
 
 
-def products(profile: Profile) -> int:
-    """Matrix products of all warps."""
-    found = 0
-    for kernel in profile.kernels.values():
-        is_product = ["wgmma.mma_async" in str(instruction) for instruction in kernel.program.instrs]
-        found += sum(int(counts[is_product].sum()) for counts in kernel.executed.values())
-    return found
-
-
 @pytest.mark.parametrize(
     ("config", "rows", "share"), [("ping-pong", 64, 2), ("ping-pong", 65, 1), ("three", 64, 3), ("together", 17, 2)]
 )
@@ -92,15 +75,13 @@ def test_products_are_of_warpgroups_with_rows(config: str, rows: int, share: int
     """A tile with few rows has so many times fewer products than a full one."""
     case = Case(q_lens=(rows,), kv_lens=(200,), heads=(1, 1), dim=64, causality=FULL)
     full = replace(case, q_lens=(64 * CONFIGS[config].groups,))
-    few, all_of_them = (products(run(one, CONFIGS[config], 0, sms=1)) for one in (case, full))
+    profiles = [run(one, CONFIGS[config], 0, sms=1) for one in (case, full)]
+    few, all_of_them = (executed(profile, "wgmma.mma_async") for profile in profiles)
     assert all_of_them == share * few > 0
 
 
 # K's wait could be left out: V's holds a warpgroup back as far.
-WAIT_FOR_V = """            cute.arch.mbarrier_wait(
-                self.barriers.v_full + stage_of(i, self.config.stages), phase_of(i, self.config.stages)
-            )
-"""
+WAIT_FOR_V = "            self.wait_kv(self.barriers.v_full, i)\n"
 TURN = "            self.warp_scheduler_barrier_sync()\n            self.warp_scheduler_barrier_arrive()\n"
 MISTAKES = (
     Mistake("a stage is given back before it is full", dense_mma, WAIT_FOR_V, ""),
@@ -123,5 +104,5 @@ def test_mistake_is_found(mistake: Mistake, tmp_path: Path, monkeypatch: pytest.
     spoil_methods(dense_mma.MmaConsumer, spoilt(mistake, tmp_path), monkeypatch)
     config = TWO if mistake.said == WAIT_FOR_V else PING_PONG
     with pytest.raises((EmulatorError, AssertionError)) as raised:
-        run(TAILS, config, 1)
+        run(TAILS, config, 1, prefill=compiled_anew(Prefill, DenseForward))
     assert not isinstance(raised.value, HostError), "it ran"

@@ -106,15 +106,12 @@ def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     import importlib
 
     from dsl_backend.attention.cute import combine, score_mod
-    from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
     from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig
     from dsl_backend.attention.cute.sm90.dense_host import SplitKV
     from dsl_backend.attention.cute.sm90.dense_kernel import DenseForward
     from dsl_backend.attention.plan import Planner
     from dsl_backend.attention.protocol import Kernel
-    from dsl_backend.runtime import toolkit
-    from dsl_backend.runtime.target import Target
-    from tests.attention.emulated import emulate, scratch
+    from tests.attention.emulated import compiled_anew, emulate, scratch
     from tests.mistakes import Mistake, spoilt
 
     name, said, wrong = MISTAKES[mistake]
@@ -127,14 +124,11 @@ def test_mistakes_are_found(mistake: str, tmp_path: Path, monkeypatch: pytest.Mo
     else:
         monkeypatch.setattr(combine, "request_of", found.request_of)
 
-    class Fresh(SplitKV):
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+    fresh_class = compiled_anew(SplitKV, DenseForward)
 
     def make(planner: Planner, short: bool) -> Kernel:
         config = DenseConfig(groups=1, tile_n=64, stages=2, min_split_tiles=1, dequant_stages=2)
-        return Fresh(planner.spec, planner.target, scratch(), config)
+        return fresh_class(planner.spec, planner.target, scratch(), config)
 
     with pytest.raises(AssertionError):
         emulate(by_id("by-request-splits"), "sm_90a", make, 0)

@@ -6,23 +6,19 @@ Those in its PTX are in test_mutants.py. Here stages, waits and byte counts are 
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass")
 
-from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm100 import dense_correction, dense_kernel, dense_mma, dense_softmax, kv_stages
 from dsl_backend.attention.cute.sm100.dense_configs import DenseConfig
 from dsl_backend.attention.cute.sm100.dense_host import Prefill
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
-from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError
-from tests.attention.emulated import SCHEDULES, emulate, scratch
+from tests.attention.emulated import SCHEDULES, compiled_anew, emulate, scratch
 from tests.mistakes import Mistake, spoilt
 
 # Ten K and V tiles pass through the three stages, and the last one is partly full.
@@ -117,15 +113,10 @@ ROLES = (
 def run(schedules: Iterable[int], case: Case, config: DenseConfig) -> None:
     """Run a case on a kernel compiled anew: the cached one is of other source."""
 
-    class Fresh(Prefill):
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(
-                dense_kernel.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, ""
-            )
+    fresh_class = compiled_anew(Prefill, dense_kernel.DenseForward)
 
     def make(planner: Planner, short: bool) -> Kernel:
-        return Fresh(planner.spec, planner.target, scratch(), config)
+        return fresh_class(planner.spec, planner.target, scratch(), config)
 
     for index in schedules:
         emulate(case, "sm_100a", make, index, sms=1)

@@ -4,7 +4,6 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,19 +11,17 @@ pytest.importorskip("cutlass")
 
 import emulator
 from dsl_backend.attention.cute import fp8_queries
-from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm100 import dense_mma, fp8_kernel, fp8_softmax, query_warps, two_s
 from dsl_backend.attention.cute.sm100.dense_host import Fp8Prefill
 from dsl_backend.attention.cute.sm100.fp8_configs import Fp8DenseConfig
 from dsl_backend.attention.cute.sm100.fp8_kernel import Fp8DenseForward
 from dsl_backend.attention.plan import Planner
-from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.target import Target, from_arch
+from dsl_backend.runtime.target import from_arch
 from dsl_backend.testing import check, fp8_attention
 from dsl_backend.testing.cases import Case
 from dsl_backend.testing.inputs import Surroundings
 from emulator.errors import EmulatorError
-from tests.attention.emulated import SCHEDULES, scratch
+from tests.attention.emulated import SCHEDULES, compiled_anew, scratch
 from tests.attention.test_sm100_fp8 import NAME, arithmetic_of
 from tests.mistakes import Mistake, spoil_methods, spoilt
 
@@ -142,13 +139,10 @@ QUICK = ("scales of another work tile",)
 def run(case: Case, index: int, config: Fp8DenseConfig = CONFIG) -> None:
     """The case, on a kernel compiled anew, since cached ones were compiled from other source."""
 
-    class Fresh(Fp8Prefill):
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(Fp8DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+    fresh_class = compiled_anew(Fp8Prefill, Fp8DenseForward)
 
     def adjust(planner: Planner) -> None:
-        kernel = Fresh(planner.spec, planner.target, scratch(), config)
+        kernel = fresh_class(planner.spec, planner.target, scratch(), config)
         planner.short = planner.long = (*planner.long[:2], kernel)
 
     problem, target = case.problem(), replace(from_arch("sm_100a"), sm_count=1)

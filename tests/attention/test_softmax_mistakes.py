@@ -2,14 +2,12 @@
 """The emulator finds mistakes in the source of the online softmax: conditional rescale, and 2^x on the FMA units."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("cutlass")
 
 from dsl_backend.attention.cute import softmax
-from dsl_backend.attention.cute.fake_args import fake_args, fake_dense_tensors
 from dsl_backend.attention.cute.sm90 import dense_kernel as sm90_kernel
 from dsl_backend.attention.cute.sm90.dense_configs import DenseConfig as Sm90Config
 from dsl_backend.attention.cute.sm90.dense_host import Prefill as Sm90Prefill
@@ -20,11 +18,9 @@ from dsl_backend.attention.cute.sm100.dense_host import Prefill as Sm100Prefill
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.protocol import Kernel
 from dsl_backend.primitives import math
-from dsl_backend.runtime import toolkit
-from dsl_backend.runtime.target import Target
 from dsl_backend.testing.cases import Case
 from emulator.errors import EmulatorError, HostError
-from tests.attention.emulated import emulate, scratch
+from tests.attention.emulated import compiled_anew, emulate, scratch
 from tests.mistakes import Mistake, spoilt
 
 # Scores that grow by more than 2^8 from tile to tile, in some rows.
@@ -48,13 +44,10 @@ def run(arch: str) -> None:
         "sm_100a": (Sm100Prefill, sm100_kernel, Sm100Config(tile_n=32, ex2_emulation=8)),
     }[arch]
 
-    class Fresh(prefill):  # type: ignore[misc, valid-type]
-        @staticmethod
-        def build(key: Any, target: Target) -> Any:
-            return toolkit.compiled(kernel.DenseForward(key), fake_args(key, fake_dense_tensors(key)), target.arch, "")
+    fresh_class = compiled_anew(prefill, kernel.DenseForward)
 
     def make(planner: Planner, short: bool) -> Kernel:
-        made: Kernel = Fresh(planner.spec, planner.target, scratch(), config)
+        made: Kernel = fresh_class(planner.spec, planner.target, scratch(), config)
         return made
 
     emulate(CASE, arch, make, 0, sms=1, with_lse=False)

@@ -131,13 +131,11 @@ class MmaConsumer:
         valid = work.valid
         while valid != 0:
             q_stage = stage_of(tile_count, self.config.query_stages)
-            if cutlass.const_expr(self.passes_over):
-                if self.warpgroup * WGMMA_M < work.num_rows:
-                    self.mma(work, q_stage, tile_count, kv_idx)
-                else:
-                    self.pass_over(work, q_stage, tile_count, kv_idx)
-            else:
+            has_row = self.warpgroup * WGMMA_M < work.num_rows if cutlass.const_expr(self.passes_over) else True
+            if has_row:
                 self.mma(work, q_stage, tile_count, kv_idx)
+            else:
+                self.pass_over(work, q_stage, tile_count, kv_idx)
             kv_idx += work.n_block_max - work.n_block_min
             tile_count += 1
             work = self.work_pipeline.consume(tile_count)
@@ -216,18 +214,14 @@ class MmaConsumer:
             self.warp_scheduler_barrier_sync()
             self.warp_scheduler_barrier_arrive()
             # A stage may be given back once for each time that it is filled.
-            cute.arch.mbarrier_wait(
-                self.barriers.k_full + stage_of(i, self.config.stages), phase_of(i, self.config.stages)
-            )
+            self.wait_kv(self.barriers.k_full, i)
             self.release_kv(self.barriers.k_empty, i)
             if i == kv_idx:
                 self.zero_fill_v_end(work, work.n_block_max - 1, i)
             if cutlass.const_expr(self.key.has_window_left):
                 if i == last:
                     self.zero_fill_v_begin(work, i)
-            cute.arch.mbarrier_wait(
-                self.barriers.v_full + stage_of(i, self.config.stages), phase_of(i, self.config.stages)
-            )
+            self.wait_kv(self.barriers.v_full, i)
             self.release_kv(self.barriers.v_empty, i)
 
     @cute.jit
@@ -322,7 +316,7 @@ class MmaConsumer:
     def issue_qk(self, q_stage: cutlass.Int32, kv_idx: cutlass.Int32):
         """Issue S = Q K^T; in flight until wait_group."""
         stage = stage_of(kv_idx, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.k_full + stage, phase_of(kv_idx, self.config.stages))
+        self.wait_kv(self.barriers.k_full, kv_idx)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.tSrQ, mode=[2])):
             tiled_mma = self.tiled_mma_qk if cutlass.const_expr(k > 0) else self.tiled_mma_qk_first
@@ -338,7 +332,7 @@ class MmaConsumer:
     def issue_pv(self, kv_idx: cutlass.Int32):
         """Issue O += P V; in flight until wait_group."""
         stage = stage_of(kv_idx, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
+        self.wait_kv(self.barriers.v_full, kv_idx)
         warpgroup.fence()
         for k in cutlass.range_constexpr(cute.size(self.tOrP, mode=[2])):
             tOrP, tOrV = self.tOrP[None, None, k], self.tOrV[None, None, k, stage]
@@ -367,6 +361,11 @@ class MmaConsumer:
     # ------------------------------------------------------------------ shared memory
 
     @cute.jit
+    def wait_kv(self, mbar_full: cute.Pointer, kv_idx: cutlass.Int32):
+        """Wait until the stage of a key tile is filled."""
+        cute.arch.mbarrier_wait(mbar_full + stage_of(kv_idx, self.config.stages), phase_of(kv_idx, self.config.stages))
+
+    @cute.jit
     def release_kv(self, mbar_empty: cute.Pointer, kv_idx: cutlass.Int32):
         """Arrive, once for the warp: it has read the stage."""
         cute.arch.sync_warp()
@@ -386,7 +385,7 @@ class MmaConsumer:
         num_keys = work.seqlen_k - n_block * self.kernel.tile_n
         if num_keys < self.kernel.tile_n:
             stage = stage_of(kv_idx, self.config.stages)
-            cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
+            self.wait_kv(self.barriers.v_full, kv_idx)
             sV, threads = self.sV[None, None, stage], self.config.groups * WARPGROUP
             clear_rows(sV, cutlass.max(num_keys, 0), self.kernel.tile_n, self.thread, threads)
             self.sync_smem_writes()
@@ -400,7 +399,7 @@ class MmaConsumer:
         num_keys = self.rows.mask.keys_before_window(work.q_position, work.n_block_min)
         if num_keys > 0:
             stage = stage_of(kv_idx, self.config.stages)
-            cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
+            self.wait_kv(self.barriers.v_full, kv_idx)
             clear_rows(self.sV[None, None, stage], 0, num_keys, self.thread, self.config.groups * WARPGROUP)
             self.sync_smem_writes()
 

@@ -246,7 +246,7 @@ class Fp8MmaConsumer(TwoLevelSums, MmaConsumer):
     def add_pv(self, kv_idx: cutlass.Int32):
         """O = acc_scale O + P V of one key tile."""
         stage = stage_of(kv_idx, self.config.stages)
-        cute.arch.mbarrier_wait(self.barriers.v_full + stage, phase_of(kv_idx, self.config.stages))
+        self.wait_kv(self.barriers.v_full, kv_idx)
         for part in cutlass.range_constexpr(self.config.value_parts):
             self.multiply_part(self.tiled_mma_pv, self.tiled_mma_pv_first, self.tOrP, part, stage)
             if cutlass.const_expr(part == self.config.value_parts - 1):
