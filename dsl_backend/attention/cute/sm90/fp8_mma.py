@@ -23,7 +23,7 @@ from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer, move_operand,
 from dsl_backend.attention.cute.transpose import TRANSPOSE_BARRIER
 from dsl_backend.primitives.accumulators import fence_operand, fence_register, words_of
 from dsl_backend.primitives.math import f32_to_e4m3, fma
-from dsl_backend.primitives.ring import phase_of, stage_of
+from dsl_backend.primitives.ring import stage_of
 
 OWN_GROUP = TRANSPOSE_BARRIER + 1  # a named barrier of each warpgroup
 
