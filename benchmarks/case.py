@@ -99,6 +99,11 @@ class Provider(Protocol[ProblemIn, InputsIn]):
     def name(self) -> str: ...
 
     @property
+    def package(self) -> str | None:
+        """The distribution that it runs."""
+        ...
+
+    @property
     def source(self) -> str:
         """What it is, with its version."""
         ...

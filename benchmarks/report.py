@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from .case import Provider
+from .facts import commit_of, source_of
 from .runner import Cell, Row
 
 
@@ -195,13 +196,20 @@ def print_problems(console: Console, rows: Sequence[Row], ended: str | None) -> 
 def machine(title: str, gathered: Mapping[str, Any]) -> str:
     """A title with the commit, the driver, the versions and the date of a run."""
     versions = ", ".join(f"{name} {version}" for name, version in gathered["versions"].items() if version)
-    commit = str(gathered.get("commit") or "unknown")[:9] + ("+" if gathered.get("modified") else "")
+    commit = commit_of(gathered) or "unknown"
     return f"{title}; commit {commit}; driver {gathered.get('driver')}; {versions}; {gathered['date']}"
 
 
-def sources(providers: Sequence[Provider]) -> str:
+def sources(providers: Sequence[Provider], gathered: Mapping[str, Any]) -> str:
     """What each column runs."""
-    return f"Columns: {'; '.join(f'{one.name}: {one.source}' for one in providers)}."
+    return f"Columns: {'; '.join(f'{one.name}: {source_of(one, gathered)}' for one in providers)}."
+
+
+def others(available: Sequence[Provider], providers: Sequence[Provider]) -> str:
+    """The columns that an operator has besides those that ran, and how to have them; empty if there are none."""
+    ran = {one.name for one in providers}
+    names = [one.name for one in available if one.name not in ran]
+    return f"Not run by default: {', '.join(names)}. --peers all runs them, --peers NAME,... some." if names else ""
 
 
 def print_final(

@@ -21,7 +21,7 @@ from dsl_backend.sampling.verification_spec import NO_TOKEN, Distributions, Draf
 
 from .case import SMALLEST, TABLE, Case, case_of
 from .check import EXACT
-from .columns import missing, reasons
+from .columns import missing, own_code, reasons
 from .operator import RowsOperator
 from .sampling import problems
 from .sampling.problems import FILTERS, NEAR
@@ -294,9 +294,14 @@ def vllm(problem: Problem, inputs: Inputs) -> Run | Launch:
     return Launch(run, view)  # type: ignore[arg-type]  # only `view` reads the result
 
 
-provider("verification", name="Triton", objections=partial(objections, kernel="triton"), default=False)(
-    partial(ours, kernel="triton")
-)
+provider(
+    "verification",
+    name="Triton",
+    objections=partial(objections, kernel="triton"),
+    default=False,
+    package="dsl-backend",
+    code=own_code("sampling/triton/verification.py"),
+)(partial(ours, kernel="triton"))
 
 
 def case(problem: Problem, group: str = TABLE) -> Case[Problem]:

@@ -17,6 +17,7 @@ names, or in one of the benchmarks' own modules. docs/providers.md has the seman
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from dsl_backend import __version__
+
 GROUP = "dsl_backend.providers"
+# This package's distribution. A checkout may run without it, so that the version is the package's own.
+OURS = "dsl-backend"
+# The checkout, or the folder of installed packages.
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 Run = Callable[[int], Any]
 
 
@@ -66,6 +73,27 @@ def limits_of(problem: Any) -> Limits:
     return limits
 
 
+def no_details() -> Sequence[str]:
+    return ()
+
+
+def with_version(package: str) -> str:
+    """A distribution and its version."""
+    try:
+        return f"{package} {__version__ if package == OURS else metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package}, not installed"
+
+
+def hashed(path: pathlib.Path) -> str:
+    """A file and the start of its SHA-256; its path below `ROOT` where it is there, else its name alone."""
+    shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name
+    try:
+        return f"{shown} sha256:{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+    except OSError:
+        return f"{shown}, not found"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Provider:
     """An implementation of an operator: one column of the report.
@@ -77,6 +105,8 @@ class Provider:
         limits: the largest errors that are accepted from its arithmetic; by default the operator's.
         default: whether it runs if the user names no providers.
         package: the distribution that it runs, whose version the report shows.
+        details: what else the report shows of what it runs: a library's version, a module of the distribution.
+        code: files with its kernel, if it is not the distribution's; the report shows their hashes.
         file: where it was loaded from, if from a file of the user.
     """
 
@@ -87,6 +117,8 @@ class Provider:
     limits: Callable[[Any], Limits] = limits_of
     default: bool = True
     package: str | None = None
+    details: Callable[[], Sequence[str]] = no_details
+    code: Sequence[pathlib.Path] = ()
     file: pathlib.Path | None = None
 
     def prepare(self, problem: Any, inputs: Any) -> Launch:
@@ -95,15 +127,10 @@ class Provider:
 
     @property
     def source(self) -> str:
-        """What it is, with its version: a file and the start of its SHA-256, or a distribution."""
-        if self.file is not None:
-            return f"{self.file.name} sha256:{hashlib.sha256(self.file.read_bytes()).hexdigest()[:12]}"
-        if self.package is None:
-            return "unknown"
-        try:
-            return f"{self.package} {metadata.version(self.package)}"
-        except metadata.PackageNotFoundError:
-            return f"{self.package}, not installed"
+        """What it is: a distribution with its version, details, and files with the start of their SHA-256."""
+        package = [] if self.package is None else [with_version(self.package)]
+        files = [hashed(path) for path in (*([] if self.file is None else [self.file]), *self.code)]
+        return ", ".join((*package, *self.details(), *files)) or "unknown"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """A process that is to run a user's file loads it again: its module has no name to import."""
@@ -128,14 +155,18 @@ def provider(
     limits: Callable[[Any], Limits] = limits_of,
     default: bool = True,
     package: str | None = None,
+    details: Callable[[], Sequence[str]] = no_details,
+    code: Sequence[str | pathlib.Path] = (),
 ) -> Callable[[Made], Made]:
     """Makes a function of (problem, inputs) a provider of some operators; returns the function.
 
     The function may plan, allocate and compile. It returns a function of the index of a layer, which computes the
-    layer's output and returns it, or a `Launch`. The arguments are those of `Provider`.
+    layer's output and returns it, or a `Launch`. The arguments are those of `Provider`; relative paths of `code` begin
+    at the folder of the function's own file.
     """
 
     def register(make: Made) -> Made:
+        files = tuple(folder_of(make) / path for path in code)
         COLLECTING[-1].extend(
             Provider(
                 operator=operator,
@@ -145,12 +176,19 @@ def provider(
                 limits=limits,
                 default=default,
                 package=package,
+                details=details,
+                code=files,
             )
             for operator in operators
         )
         return make
 
     return register
+
+
+def folder_of(function: Callable[..., Any]) -> pathlib.Path:
+    """Where the file is that defines a function, or the function of a `partial`."""
+    return pathlib.Path(inspect.getfile(getattr(function, "func", function))).resolve().parent
 
 
 @contextlib.contextmanager

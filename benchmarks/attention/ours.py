@@ -13,7 +13,7 @@ from dsl_backend.providers import Limits, Run, provider
 from dsl_backend.runtime import target as targets
 
 from ..check import FP8_LIMITS
-from ..columns import reasons
+from ..columns import own_code, reasons
 from .inputs import Inputs
 from .problems import Problem, WriteProblem
 from .writes import WriteInputs
@@ -99,6 +99,7 @@ provider(
     objections=partial(objections, Operation.PREFILL, kernel="triton"),
     default=False,
     package="dsl-backend",
+    code=own_code("attention/triton/prefill.py", "attention/triton/tiles.py"),
 )(partial(attention, kernel="triton"))
 
 provider(

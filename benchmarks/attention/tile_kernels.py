@@ -50,7 +50,14 @@ def helion_objections(problem: Problem) -> list[str]:
     return missing("helion") + layout_objections(problem)
 
 
-@provider("prefill", name="Helion", objections=helion_objections, default=False, package="helion")
+@provider(
+    "prefill",
+    name="Helion",
+    objections=helion_objections,
+    default=False,
+    package="helion",
+    code=["kernels/helion_kernel.py"],
+)
 def helion(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few configurations: the first launch times them."""
     from .kernels.helion_kernel import causal
@@ -68,7 +75,14 @@ def tilelang_objections(problem: Problem) -> list[str]:
     return missing_tilelang() + layout_objections(problem)
 
 
-@provider("prefill", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")
+@provider(
+    "prefill",
+    name="TileLang",
+    objections=tilelang_objections,
+    default=False,
+    package="tilelang",
+    code=["kernels/tilelang_kernel.py"],
+)
 def tilelang(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few tiles."""
     from .kernels import tilelang_kernel as kernel
@@ -94,7 +108,14 @@ def cutile_objections(problem: Problem) -> list[str]:
     return missing_cutile() + layout_objections(problem)
 
 
-@provider("prefill", name="cuTile", objections=cutile_objections, default=False, package="cuda-tile")
+@provider(
+    "prefill",
+    name="cuTile",
+    objections=cutile_objections,
+    default=False,
+    package="cuda-tile",
+    code=["kernels/cutile_kernel.py"],
+)
 def cutile(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few tiles."""
     import cuda.tile as ct

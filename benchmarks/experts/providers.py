@@ -11,7 +11,7 @@ from dsl_backend.providers import Run, provider
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, reasons
+from ..columns import missing, own_code, reasons
 from .problems import Inputs, Layer, Problem
 
 
@@ -183,6 +183,10 @@ def vllm_deep_gemm(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-provider("experts", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
-    partial(ours, kernel="triton")
-)
+provider(
+    "experts",
+    name="Triton",
+    objections=partial(objections, kernel="triton"),
+    package="dsl-backend",
+    code=own_code("experts/triton/kernels.py", "experts/triton/scaled.py"),
+)(partial(ours, kernel="triton"))

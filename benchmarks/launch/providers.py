@@ -56,7 +56,9 @@ def cute_objections(problem: Problem) -> list[str]:
     return objections(problem)
 
 
-@provider("launch", name="CuTe DSL", objections=cute_objections, package="nvidia-cutlass-dsl")
+@provider(
+    "launch", name="CuTe DSL", objections=cute_objections, package="nvidia-cutlass-dsl", code=["kernels/cute_kernel.py"]
+)
 def plain_cute(problem: Problem, inputs: Inputs) -> Run:
     """The same kernel as CuTe DSL's own examples call theirs: tensors are converted at each launch."""
     from cuda.bindings import driver
@@ -83,7 +85,7 @@ def triton_objections(problem: Problem) -> list[str]:
     return [] if targets.triton_interpreted() else missing("triton")
 
 
-@provider("launch", name="Triton", objections=triton_objections, package="triton")
+@provider("launch", name="Triton", objections=triton_objections, package="triton", code=["kernels/triton_kernel.py"])
 def triton(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.triton_kernel import add_one
 
@@ -94,7 +96,7 @@ def gluon_objections(problem: Problem) -> list[str]:
     return missing_gluon()
 
 
-@provider("launch", name="Gluon", objections=gluon_objections, package="triton")
+@provider("launch", name="Gluon", objections=gluon_objections, package="triton", code=["kernels/gluon_kernel.py"])
 def gluon(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.gluon_kernel import add_one
 
@@ -139,7 +141,7 @@ def helion_objections(problem: Problem) -> list[str]:
     return missing("helion")
 
 
-@provider("launch", name="Helion", objections=helion_objections, package="helion")
+@provider("launch", name="Helion", objections=helion_objections, package="helion", code=["kernels/helion_kernel.py"])
 def helion(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.helion_kernel import add_one
 
@@ -156,7 +158,9 @@ def tilelang_objections(problem: Problem) -> list[str]:
     return missing_tilelang()
 
 
-@provider("launch", name="TileLang", objections=tilelang_objections, package="tilelang")
+@provider(
+    "launch", name="TileLang", objections=tilelang_objections, package="tilelang", code=["kernels/tilelang_kernel.py"]
+)
 def tilelang(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.tilelang_kernel import add_one
 
@@ -173,7 +177,7 @@ def cutile_objections(problem: Problem) -> list[str]:
     return missing_cutile()
 
 
-@provider("launch", name="cuTile", objections=cutile_objections, package="cuda-tile")
+@provider("launch", name="cuTile", objections=cutile_objections, package="cuda-tile", code=["kernels/cutile_kernel.py"])
 def cutile(problem: Problem, inputs: Inputs) -> Run:
     import cuda.tile as ct
 

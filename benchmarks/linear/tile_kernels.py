@@ -31,7 +31,14 @@ def gluon_objections(problem: Problem) -> list[str]:
     return missing_gluon() + targets.detect().arch_objections("sm90") + uneven(problem)
 
 
-@provider("linear", name="Gluon", objections=gluon_objections, default=False, package="triton")
+@provider(
+    "linear",
+    name="Gluon",
+    objections=gluon_objections,
+    default=False,
+    package="triton",
+    code=["kernels/gluon_kernel.py"],
+)
 def gluon(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few tiles."""
     from .kernels import gluon_kernel as kernel
@@ -56,7 +63,14 @@ def helion_objections(problem: Problem) -> list[str]:
     return missing("helion")
 
 
-@provider("linear", name="Helion", objections=helion_objections, default=False, package="helion")
+@provider(
+    "linear",
+    name="Helion",
+    objections=helion_objections,
+    default=False,
+    package="helion",
+    code=["kernels/helion_kernel.py"],
+)
 def helion(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few configurations: the first launch times them."""
     from .kernels.helion_kernel import linear
@@ -75,7 +89,14 @@ def tilelang_objections(problem: Problem) -> list[str]:
     return missing_tilelang() + uneven(problem)
 
 
-@provider("linear", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")
+@provider(
+    "linear",
+    name="TileLang",
+    objections=tilelang_objections,
+    default=False,
+    package="tilelang",
+    code=["kernels/tilelang_kernel.py"],
+)
 def tilelang(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few tiles."""
     from .kernels import tilelang_kernel as kernel
@@ -101,7 +122,14 @@ def cutile_objections(problem: Problem) -> list[str]:
     return missing_cutile()
 
 
-@provider("linear", name="cuTile", objections=cutile_objections, default=False, package="cuda-tile")
+@provider(
+    "linear",
+    name="cuTile",
+    objections=cutile_objections,
+    default=False,
+    package="cuda-tile",
+    code=["kernels/cutile_kernel.py"],
+)
 def cutile(problem: Problem, inputs: Inputs) -> Run:
     """The fastest of a few tiles."""
     import cuda.tile as ct

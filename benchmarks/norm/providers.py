@@ -12,7 +12,7 @@ from dsl_backend.quant.format import GROUP
 from dsl_backend.quant.reference import LEAST_OF_GROUP
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, needs_gpu, reasons
+from ..columns import missing, needs_gpu, own_code, reasons
 from .problems import EPS, Inputs, Problem
 
 
@@ -223,6 +223,10 @@ def compiled(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-provider("norm", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
-    partial(ours, kernel="triton")
-)
+provider(
+    "norm",
+    name="Triton",
+    objections=partial(objections, kernel="triton"),
+    package="dsl-backend",
+    code=own_code("norm/triton/kernel.py"),
+)(partial(ours, kernel="triton"))

@@ -16,7 +16,9 @@ def gluon_objections(problem: Problem) -> list[str]:
     return missing_gluon() + too_wide(problem.width) + of_16_or_32_bits(problem)
 
 
-@provider("norm", name="Gluon", objections=gluon_objections, default=False, package="triton")
+@provider(
+    "norm", name="Gluon", objections=gluon_objections, default=False, package="triton", code=["kernels/gluon_kernel.py"]
+)
 def gluon(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.gluon_kernel import rms_norm
 
@@ -42,7 +44,14 @@ def helion_objections(problem: Problem) -> list[str]:
     return missing("helion") + of_16_or_32_bits(problem)
 
 
-@provider("norm", name="Helion", objections=helion_objections, default=False, package="helion")
+@provider(
+    "norm",
+    name="Helion",
+    objections=helion_objections,
+    default=False,
+    package="helion",
+    code=["kernels/helion_kernel.py"],
+)
 def helion(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.helion_kernel import rms_norm
 
@@ -59,7 +68,14 @@ def tilelang_objections(problem: Problem) -> list[str]:
     return missing_tilelang() + uneven(problem.width) + of_16_or_32_bits(problem)
 
 
-@provider("norm", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")
+@provider(
+    "norm",
+    name="TileLang",
+    objections=tilelang_objections,
+    default=False,
+    package="tilelang",
+    code=["kernels/tilelang_kernel.py"],
+)
 def tilelang(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.tilelang_kernel import rms_norm, rms_norm_of_sum
 
@@ -78,7 +94,14 @@ def cutile_objections(problem: Problem) -> list[str]:
     return missing_cutile() + too_wide(problem.width) + of_16_or_32_bits(problem)
 
 
-@provider("norm", name="cuTile", objections=cutile_objections, default=False, package="cuda-tile")
+@provider(
+    "norm",
+    name="cuTile",
+    objections=cutile_objections,
+    default=False,
+    package="cuda-tile",
+    code=["kernels/cutile_kernel.py"],
+)
 def cutile(problem: Problem, inputs: Inputs) -> Run:
     import cuda.tile as ct
 

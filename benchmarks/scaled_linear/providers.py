@@ -15,7 +15,7 @@ from dsl_backend.quant.format import ROW_SCALED, TENSOR_SCALED
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, reasons
+from ..columns import missing, own_code, reasons
 from .problems import Inputs, Layer, Problem
 
 DEEP_GEMM = "DeepGEMM"
@@ -230,6 +230,10 @@ def flashinfer(problem: Problem, inputs: Inputs) -> Launch:
     return activated(problem, inputs, product)
 
 
-provider("scaled-linear", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
-    partial(ours, kernel="triton")
-)
+provider(
+    "scaled-linear",
+    name="Triton",
+    objections=partial(objections, kernel="triton"),
+    package="dsl-backend",
+    code=own_code("linear/scaled/triton/gemm.py"),
+)(partial(ours, kernel="triton"))

@@ -9,7 +9,7 @@ from dsl_backend.runtime import target as targets
 from dsl_backend.softmax import api, dispatch
 from dsl_backend.softmax.spec import SoftmaxSpec
 
-from ..columns import missing, needs_gpu, reasons
+from ..columns import missing, needs_gpu, own_code, reasons
 from .problems import Inputs, Problem
 
 
@@ -112,6 +112,10 @@ def flashinfer(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-provider("softmax", name="Triton", objections=partial(objections, kernel="triton"), package="dsl-backend")(
-    partial(ours, kernel="triton")
-)
+provider(
+    "softmax",
+    name="Triton",
+    objections=partial(objections, kernel="triton"),
+    package="dsl-backend",
+    code=own_code("softmax/triton/kernel.py"),
+)(partial(ours, kernel="triton"))

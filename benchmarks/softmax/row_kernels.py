@@ -14,7 +14,14 @@ def gluon_objections(problem: Problem) -> list[str]:
     return missing_gluon() + too_wide(problem.width)
 
 
-@provider("softmax", name="Gluon", objections=gluon_objections, default=False, package="triton")
+@provider(
+    "softmax",
+    name="Gluon",
+    objections=gluon_objections,
+    default=False,
+    package="triton",
+    code=["kernels/gluon_kernel.py"],
+)
 def gluon(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.gluon_kernel import softmax
 
@@ -32,7 +39,14 @@ def helion_objections(problem: Problem) -> list[str]:
     return missing("helion")
 
 
-@provider("softmax", name="Helion", objections=helion_objections, default=False, package="helion")
+@provider(
+    "softmax",
+    name="Helion",
+    objections=helion_objections,
+    default=False,
+    package="helion",
+    code=["kernels/helion_kernel.py"],
+)
 def helion(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.helion_kernel import softmax
 
@@ -50,7 +64,14 @@ def tilelang_objections(problem: Problem) -> list[str]:
     return missing_tilelang() + uneven(problem.width)
 
 
-@provider("softmax", name="TileLang", objections=tilelang_objections, default=False, package="tilelang")
+@provider(
+    "softmax",
+    name="TileLang",
+    objections=tilelang_objections,
+    default=False,
+    package="tilelang",
+    code=["kernels/tilelang_kernel.py"],
+)
 def tilelang(problem: Problem, inputs: Inputs) -> Run:
     from .kernels.tilelang_kernel import softmax
 
@@ -69,7 +90,14 @@ def cutile_objections(problem: Problem) -> list[str]:
     return missing_cutile() + too_wide(problem.width)
 
 
-@provider("softmax", name="cuTile", objections=cutile_objections, default=False, package="cuda-tile")
+@provider(
+    "softmax",
+    name="cuTile",
+    objections=cutile_objections,
+    default=False,
+    package="cuda-tile",
+    code=["kernels/cutile_kernel.py"],
+)
 def cutile(problem: Problem, inputs: Inputs) -> Run:
     import cuda.tile as ct
 

@@ -55,7 +55,19 @@ def test_tiny_rows_run_on_a_cpu(op: str, tmp_path: pathlib.Path) -> None:
     assert set(ours) == TIMED_KEYS
     assert (ours["provider"], ours["status"], ours["speedup"]) == ("dsl:reference", "ok", 1.0)
     assert status == 0
-    assert text.rstrip().splitlines()[-1].startswith(f"| {rows[0]['id']}")
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert table[-1].startswith(f"| {rows[0]['id']}")
+
+
+def test_columns_that_were_not_asked_for_are_named_below_the_table() -> None:
+    """In one line, which says how to ask for them; a user who asked for columns needs no such line."""
+    *_, table, others = bench("softmax")[1].rstrip().splitlines()
+    assert table.startswith("| tiny")
+    assert others == (
+        "Not run by default: FlashInfer, Gluon, Helion, TileLang, cuTile. --peers all runs them, --peers NAME,... some."
+    )
+    for peers in ("none", "torch,Gluon", "all"):
+        assert "Not run by default" not in bench("softmax", peers=peers)[1]
 
 
 @pytest.mark.parametrize("op", ["prefill", "mla-prefill"])

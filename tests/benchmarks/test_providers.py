@@ -11,7 +11,8 @@ import torch
 from test_bench_command import bench
 
 import benchmarks
-from benchmarks import columns
+import dsl_backend
+from benchmarks import columns, facts
 from benchmarks.held_out import compile_ahead
 from dsl_backend import providers
 
@@ -48,6 +49,53 @@ def test_a_file_is_a_column(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
     assert source.startswith("mine.py sha256:")
     assert environment["providers"]["softmax"]["dsl:reference"].startswith("dsl-backend ")
     assert f"mine: {source}" in text
+
+
+def test_a_source_is_the_distribution_and_every_file(file: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    kernel = tmp_path / "kernel.cu"
+    kernel.write_text("__global__ void one() {}")
+    file.write_text(MINE.replace('name="mine",', 'name="mine", package="torch", code=["kernel.cu", "gone.cu"],'))
+    (mine,) = providers.of_file(file, "softmax")
+    package, module, first, gone = mine.source.split(", ", 3)
+    assert package == f"torch {metadata.version('torch')}"
+    assert module.startswith("mine.py sha256:")
+    assert first.startswith("kernel.cu sha256:")
+    assert gone == "gone.cu, not found"
+    kernel.write_text("__global__ void two() {}")
+    changed = mine.source.split(", ", 3)
+    assert [old == new for old, new in zip((package, module, first, gone), changed, strict=True)] == [1, 1, 0, 1]
+
+
+def built_in() -> list[providers.Provider]:
+    return [one for operator in benchmarks.operators().values() for one in operator.providers([])]
+
+
+@pytest.mark.parametrize("name", ["Gluon", "Helion", "TileLang", "cuTile", "Triton"])
+def test_a_kernel_of_this_repository_is_shown_with_its_file(name: str) -> None:
+    found = [one for one in built_in() if one.name == name]
+    assert found
+    for one in found:
+        assert one.code, one.operator
+        assert all(path.is_file() for path in one.code), one.operator
+        assert one.source.count(" sha256:") == len(one.code)
+        assert not one.source.startswith("unknown")
+
+
+def test_every_distribution_of_a_column_is_in_the_record() -> None:
+    assert {one.package for one in built_in() if one.package} <= {*facts.PACKAGES}
+    assert {"liger-kernel", "helion", "tilelang", "cuda-tile", "flash-attn-4"} <= {*facts.PACKAGES}
+
+
+def test_this_package_is_shown_with_its_version_and_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another version of the distribution is installed, or none."""
+    ours, *_, peer = benchmarks.operators()["softmax"].providers([])[:3]
+    gathered = {"commit": "0123456789abcdef", "modified": True}
+    monkeypatch.setattr(metadata, "version", lambda package: "0")
+    assert ours.source == f"dsl-backend {dsl_backend.__version__}"
+    assert facts.source_of(ours, gathered) == f"{ours.source}, commit 012345678+"
+    assert facts.source_of(ours, {**gathered, "modified": False}) == f"{ours.source}, commit 012345678"
+    assert facts.source_of(ours, {"commit": None, "modified": True}) == ours.source
+    assert facts.source_of(peer, gathered) == peer.source
 
 
 def test_a_wrong_result_of_a_file_is_said_and_does_not_fail_the_command(file: pathlib.Path) -> None:
