@@ -48,7 +48,7 @@ class Section:
     """The rows of an operator on a device.
 
     Attributes:
-        rows: id -> row. If a row was measured twice, the later one.
+        rows: id -> row. Of a row that several runs measured, `merged`.
     """
 
     operator: str
@@ -86,13 +86,35 @@ def gather(records: Sequence[Record]) -> tuple[list[Record], list[Section]]:
         if record["kind"] in COMPARED:
             continue
         key = (record["operator"], environments[-1]["device"])
-        sections.setdefault(key, Section(*key)).rows[record["id"]] = record
+        rows = sections.setdefault(key, Section(*key)).rows
+        rows[record["id"]] = merged(rows[record["id"]], record) if record["id"] in rows else record
     return environments, list(sections.values())
+
+
+def merged(earlier: Record, later: Record) -> Record:
+    """A row of two runs: the later one, with the times of columns that only the earlier one measured.
+
+    Such a cell keeps this package's cell of its own run as `beside`, to compare it with: clocks, cards and versions
+    differ between runs. A column whose result was wrong in the later run has no time.
+    """
+    own = this_package(earlier)
+    kept = {cell["provider"]: {"beside": own, **cell} for cell in measured(earlier)}
+    kept = {cell["provider"]: cell for cell in earlier["cells"]} | kept
+    for cell in later["cells"]:
+        if "median_us" in cell or cell["status"] == "wrong" or "median_us" not in kept.get(cell["provider"], {}):
+            kept.pop(cell["provider"], None)
+    cells = [kept.pop(cell["provider"], cell) for cell in later["cells"]]
+    return {**later, "cells": [*cells, *kept.values()]}
 
 
 def measured(row: Record) -> list[Record]:
     """The cells that have a time."""
     return [cell for cell in row["cells"] if "median_us" in cell]
+
+
+def this_package(row: Record) -> Record | None:
+    """This package's first cell that has a time."""
+    return next((cell for cell in measured(row) if is_ours(cell["provider"])), None)
 
 
 def order(rows: Sequence[Record]) -> list[str]:
@@ -116,14 +138,22 @@ class Comparison:
 
 
 def compare(row: Record) -> Comparison | None:
-    """Compares this package's first measured column with the fastest peer; None if either has no time."""
-    ours = next((cell for cell in measured(row) if is_ours(cell["provider"])), None)
-    peers = [cell for cell in measured(row) if not is_ours(cell["provider"])]
-    if ours is None or not peers:
+    """Compares this package's first measured column with the fastest peer; None if no run measured both.
+
+    A peer's time is divided by that of this package in the peer's own run (see `merged`).
+    """
+    ours = this_package(row)
+    last = None if ours is None or "beside" in ours else ours
+    pairs: list[tuple[Record, Record]] = []
+    for cell in measured(row):
+        own = cell.get("beside", last)
+        if own is not None and not is_ours(cell["provider"]):
+            pairs.append((cell, own))
+    if not pairs:
         return None
-    best = min(peers, key=lambda cell: float(cell["median_us"]))
-    verdict = "better" if ours["p90_us"] < best["p10_us"] else "worse" if ours["p10_us"] > best["p90_us"] else "open"
-    return Comparison(best["provider"], best["median_us"] / ours["median_us"], verdict)
+    best, own = min(pairs, key=lambda pair: float(pair[0]["median_us"] / pair[1]["median_us"]))
+    verdict = "better" if own["p90_us"] < best["p10_us"] else "worse" if own["p10_us"] > best["p90_us"] else "open"
+    return Comparison(best["provider"], best["median_us"] / own["median_us"], verdict)
 
 
 @dataclass(frozen=True)

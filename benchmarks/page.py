@@ -72,7 +72,6 @@ def complaints(records: Sequence[Record]) -> list[str]:
         found.append("This ran on a CPU: it shows that the kernels run, and says nothing about speed on a GPU.")
     if len({facts.get("commit") for facts in environments}) > 1:
         found.append("The results come from several commits.")
-    rows = [row for section in sections for row in section.rows.values()]
     without = sorted(
         {section.device for section in sections if not any(charts.ceiling(r) for r in section.rows.values())}
     )
@@ -81,11 +80,12 @@ def complaints(records: Sequence[Record]) -> list[str]:
     ]
     found += [
         f"{row['operator']}, {row['id']}: {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
-        for row in rows
+        for row in records
+        if row["kind"] == "row"
         for cell in row["cells"]
         if cell["status"] in ("wrong", "error")
     ]
-    return found
+    return list(dict.fromkeys(found))
 
 
 def summary(sections: Sequence[Section], titles: Sequence[str]) -> str:
@@ -227,6 +227,8 @@ def rows_table(section: Section, rows: Sequence[Record], names: Sequence[str]) -
         "Median microseconds of a launch, ± half of the range p10 to p90, and for dsl the rate. "
         "The fastest is bold. - means not run; move the pointer over it to see the reason."
     )
+    if any("beside" in cell for row in rows for cell in row["cells"]):
+        caption += " * is of an earlier run than the row's other times, and compared with dsl's time in its own run."
     heads = ["floor", *names, "best peer", "its time / dsl's"]
     return document.table(caption, ["rows", "row"], heads, lines)
 
@@ -243,7 +245,8 @@ def time_cell(row: Record, name: str) -> str:
     fastest = median == min(one["median_us"] for one in measured(row))
     value = f"<b>{microseconds(median)}</b>" if fastest else microseconds(median)
     rate = f", {cell['rate']:.3g} {row['unit']}" if cell is row["cells"][0] else ""
-    return f'<td>{value} <span class="range">±{spread:.1f}%{text(rate)}</span></td>'
+    run = "*" if "beside" in cell else ""
+    return f'<td>{value}{run} <span class="range">±{spread:.1f}%{text(rate)}</span></td>'
 
 
 def peer_cells(found: Comparison | None) -> list[str]:

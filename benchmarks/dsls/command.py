@@ -39,8 +39,8 @@ def main(names: Sequence[str], json_path: pathlib.Path | None, options: Options,
         known = command.operators(options.page_size)
         check(chosen.tables, known, options)
         if options.sources:
-            records = [record for source in options.sources for record in in_order(measured.read(source), known)]
-            command.show_results(records, (), options, console)
+            records = [record for source in options.sources for record in measured.read(source)]
+            command.show_results(in_order(records, known), (), options, console)
             return 0
         selections = [selection(table, known[table.operator], options) for table in chosen.tables]
         command.check_matches(options.rows, selections, named=bool(names))
@@ -142,7 +142,10 @@ def left_out(
 
 
 def in_order(records: Sequence[measured.Record], known: Mapping[str, Any]) -> list[measured.Record]:
-    """The lines of a run with its rows in the operators' order, which is not the one they were measured in."""
+    """The lines of runs by device, with the rows in the operators' order, which is not the one they were measured in.
+
+    Lines about the same row stay in the order of their runs.
+    """
     ids = [("row", name, case.id) for name, operator in known.items() for case in operator.cases()]
     places = {one: place for place, one in enumerate(ids, 1)}
 
@@ -151,7 +154,7 @@ def in_order(records: Sequence[measured.Record], known: Mapping[str, Any]) -> li
             return 0
         return places.get((record["kind"], record.get("operator", ""), record.get("id", "")), len(places) + 1)
 
-    return sorted(records, key=place)
+    return [record for mine in parts.by_device(records).values() for record in sorted(mine, key=place)]
 
 
 def compile_tasks(one: Selection, chosen: Sequence[Table]) -> list[compile_times.Task]:

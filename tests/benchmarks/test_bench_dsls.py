@@ -155,7 +155,8 @@ def test_a_part_without_time_is_left_out_with_a_reason(tmp_path: Path) -> None:
     body = path.read_text()
     assert "<h2>Not measured</h2>" in body
     assert "no time was left (softmax=0)" in body
-    assert body.count(parts.NOT_ASKED) == len({"launch", "linear", "prefill"})
+    # Three tables, the columns of norm, and their compile times.
+    assert body.count(parts.NOT_ASKED) == len({"launch", "linear", "prefill"}) + 2
     assert run("softmax", json_path=second, **chosen)[0] == 0
     assert run(report_path=path, sources=(first, second))[0] == 0
     merged = path.read_text()
@@ -164,17 +165,99 @@ def test_a_part_without_time_is_left_out_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_what_a_page_lacks_is_listed_for_each_device() -> None:
-    case = {"kind": "row", "operator": "norm", "id": "grid-512x4096"}
     ids = [f"grid-{rows}x4096" for rows in (512, 1024, 2048, 4096, 8192, 16384)]
+    timed = time_of("norm", ids[0], dsl=2.0, torch=3.0)
+    timed["cells"].append({"provider": "quack", "status": "error", "message": "no compiler"})
     left = [{"kind": parts.LEFT, "operator": "norm", "id": one, "message": "no time"} for one in ids]
-    other = {"kind": "environment", "device": "other"}
-    body = parts.not_measured([{"kind": "environment", "device": "first"}, case, *left, other, case])
+    first, other = ({"kind": "environment", "device": name} for name in ("first", "other"))
+    body = parts.not_measured([first, timed, *left, *compile_lines("stopped"), other, timed])
     cells = re.findall(r"<td[^>]*>([^<]*)", body)
     assert "5: grid-1024x4096, grid-2048x4096, grid-4096x4096, grid-8192x4096 and 1 more" in cells
     assert cells.count("no time") == 1
+    # Columns without a time.
+    at = cells.index("quack in 1 of 1 rows")
+    assert cells[at + 1] == "no compiler"
+    assert f"torch.compile, Triton, Liger, FlashInfer, vLLM, {', '.join(tables.OTHER_DSLS)} in 1 of 1 rows" in cells
+    assert not any(cell.startswith("torch in ") for cell in cells)
+    # Kernels without a compile time.
+    at = cells.index("1: softmax torch")
+    assert cells[at + 1] == "not ready"
     # Rows without anything of a comparison are a page of another benchmark.
     assert "other" not in body
-    assert parts.not_measured([other, case]) == ""
+    assert parts.not_measured([other, timed]) == ""
+
+
+def time_of(operator: str, row: str, /, **medians: float) -> Record:
+    cells = [
+        {"provider": name, "status": "ok", "median_us": us, "p10_us": 0.99 * us, "p90_us": 1.01 * us}
+        for name, us in medians.items()
+    ]
+    return {"kind": "row", "operator": operator, "id": row, "group": "grid", "cells": cells}
+
+
+def compile_lines(status: str, seconds: float = 1.0) -> list[Record]:
+    """A time of dsl's, and torch's one or why there is none."""
+    found = {"cold_s": seconds, "warm_s": seconds} if status == "ok" else {"message": "not ready"}
+    line = {"kind": "compile", "operator": "softmax", "id": "grid-512x4096"}
+    return [
+        {**line, "provider": "dsl", "status": "ok", "cold_s": seconds, "warm_s": seconds},
+        {**line, "provider": "torch", "status": status, **found},
+    ]
+
+
+def test_a_row_of_several_runs_has_all_columns() -> None:
+    """Each peer is compared with dsl's time in its own run."""
+    runs = [
+        time_of("norm", "one", dsl=10.0, torch=20.0, quack=11.0, Liger=30.0),
+        time_of("norm", "one", dsl=5.0, torch=6.0),
+        time_of("norm", "one", dsl=8.0),
+    ]
+    runs[1]["cells"] += [
+        {"provider": "quack", "status": "skipped", "message": "not installed"},
+        {"provider": "Liger", "status": "wrong", "message": "far off"},
+        {"provider": "vLLM", "status": "skipped", "message": "not installed"},
+    ]
+    environment = {"kind": "environment", "device": "one"}
+    _, (section,) = measured.gather([line for run in runs for line in (environment, run)])
+    row = section.rows["one"]
+    found = {cell["provider"]: cell for cell in row["cells"]}
+    assert {name: cell.get("median_us") for name, cell in found.items()} == {
+        "dsl": 8.0,
+        "torch": 6.0,
+        "quack": 11.0,
+        "Liger": None,
+        "vLLM": None,
+    }
+    assert (found["Liger"]["status"], found["vLLM"]["message"]) == ("wrong", "not installed")
+    best = measured.compare(row)
+    assert best == measured.Comparison("quack", 1.1, "better")
+    # Without a time of dsl's in the peer's run there is no ratio: neither of a run before nor of a later one.
+    alone = {**runs[0], "cells": runs[0]["cells"][1:]}
+    assert measured.compare(measured.merged(alone, runs[2])) is None
+    assert measured.compare(measured.merged(runs[2], alone)) is None
+
+
+def test_devices_have_compile_times_of_their_own() -> None:
+    """And a time stays where a later run has none."""
+    one, other = ({"kind": "environment", "device": name} for name in ("one", "other"))
+    lines = [one, *compile_lines("ok", 1.5), other, *compile_lines("ok", 2.5), one, *compile_lines("stopped", 3.5)]
+    body = "".join(parts.of(lines))
+    times = {}
+    for device in ("one", "other"):
+        table = body[body.index(f"<h2>Compile times on {device}</h2>") :]
+        times[device] = re.findall(r"<td[^>]*>(\d[^<]*)</td>", table[: table.index("</table>")])
+    assert times == {"one": ["3.50", "3.50", "1.50", "1.50"], "other": ["2.50"] * 4}
+
+
+def test_runs_of_two_devices_in_one_file_are_told_apart(tmp_path: Path) -> None:
+    """And rows are in the operators' order, also where a second run has those that the first one lacks."""
+    ids = [case.id for case in benchmarks.operators()["norm"].cases() if case.group == "grid"][:2]
+    environments = [{"kind": "environment", "device": name} for name in ("one", "other", "one")]
+    first, second, third = (time_of("norm", ids[index], dsl=1.0) for index in (1, 0, 0))
+    lines = [environments[0], first, environments[1], second, environments[2], third]
+    found = compare.in_order(lines, benchmarks.operators())
+    _, sections = measured.gather(found)
+    assert {section.device: list(section.rows) for section in sections} == {"one": ids, "other": ids[:1]}
 
 
 def test_a_first_run_is_kept_without_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +416,7 @@ def test_rows_are_shown_in_the_operators_order() -> None:
     found = selections()["softmax"]
     rows = [{"kind": "row", "operator": "softmax", "id": case.id} for case in found.cases]
     compiled = {"kind": "compile", "operator": "softmax", "id": found.known[0].id}
-    shown = compare.in_order([{"kind": "environment"}, *rows, compiled], {"softmax": found.operator})
+    shown = compare.in_order([{"kind": "environment", "device": "one"}, *rows, compiled], {"softmax": found.operator})
     assert [one.get("id") for one in shown] == [None, *(case.id for case in found.known), compiled["id"]]
     assert shown[0]["kind"] == "environment"
 
