@@ -12,6 +12,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star")
 GRID, INK, FAINT = "#e6e8eb", "#1c2733", "#5f6b7a"
 HEIGHT = 400
+# So many of the rows are named that share one fact.
+LISTED = 4
 STYLE = """
 :root { --ink: #1c2733; --faint: #5f6b7a; --line: #e1e5ea; --good: #00704a; --bad: #b3420a; }
 * { box-sizing: border-box; }
@@ -66,6 +68,12 @@ dt { font-weight: 600; } dd { margin: 0; }
 def text(value: object) -> str:
     """A value as HTML."""
     return html.escape(str(value))
+
+
+def listed(ids: Sequence[str]) -> str:
+    """How many, and the first of them."""
+    more = f" and {len(ids) - LISTED} more" if len(ids) > LISTED else ""
+    return f"{len(ids)}: {', '.join(ids[:LISTED])}{more}"
 
 
 def write(markup: str, path: Path) -> None:

@@ -78,14 +78,14 @@ def complaints(records: Sequence[Record]) -> list[str]:
     found += [
         f"{name}: no ceiling, because the peak rates of this device are not known" for name in without if name != "cpu"
     ]
-    found += [
-        f"{row['operator']}, {row['id']}: {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
-        for row in records
-        if row["kind"] == "row"
-        for cell in row["cells"]
-        if cell["status"] in ("wrong", "error")
-    ]
-    return list(dict.fromkeys(found))
+    failures: dict[str, dict[str, None]] = {}
+    for row in records:
+        for cell in row["cells"] if row["kind"] == "row" else ():
+            if cell["status"] in ("wrong", "error"):
+                what = f"{row['operator']}: {cell['provider']}: {cell['status']}: {cell.get('message', '')}"
+                failures.setdefault(what, {})[row["id"]] = None
+    found += [f"{what} (in {document.listed(list(ids))})" for what, ids in failures.items()]
+    return found
 
 
 def summary(sections: Sequence[Section], titles: Sequence[str]) -> str:

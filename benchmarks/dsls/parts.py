@@ -10,8 +10,6 @@ from . import code_lines, compile_times, tables
 
 # The kind of a line about a row that was not measured.
 LEFT = "left"
-# So many ids are listed of the rows that were left out for one reason.
-LISTED = 4
 
 COMPILED = (
     "Seconds from the request until the kernel's first result, imports of the DSL included: with empty caches, and in "
@@ -62,7 +60,7 @@ def gaps(device: str, records: Sequence[Record]) -> Iterator[str]:
         done = sections[one["operator"]].rows if one.get("operator") in sections else {}
         if one["kind"] == LEFT and one["id"] not in done:
             reasons.setdefault((one["operator"], one["message"]), {})[one["id"]] = None
-    found = [(name, listed(list(ids)), why) for (name, why), ids in reasons.items()]
+    found = [(name, document.listed(list(ids)), why) for (name, why), ids in reasons.items()]
     there = sections.keys() | {name for name, _ in reasons}
     for table in tables.TABLES:
         if table.operator not in there:
@@ -104,12 +102,7 @@ def kernels_without_compile_times(records: Sequence[Record]) -> Iterator[tuple[s
             if one["status"] != "ok":
                 reasons.setdefault(one["message"], []).append(f"{table.operator} {peer}")
     for why, whose in reasons.items():
-        yield tables.COMPILE, listed(whose), why
-
-
-def listed(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - LISTED} more" if len(ids) > LISTED else ""
-    return f"{len(ids)}: {', '.join(ids[:LISTED])}{more}"
+        yield tables.COMPILE, document.listed(whose), why
 
 
 def part(

@@ -25,6 +25,16 @@ ARCHS = ("sm_90a", "sm_100a")
 IDLE = Case(
     id="idle-warps", q_lens=(1, 10, 1, 10), kv_lens=(40, 30, 50, 200), heads=(4, 1), dim=64, page=16, why="idle warps"
 )
+# On SM90 the last query tile of 150 rows leaves one warpgroup without a row.
+PREFILL = Case(
+    id="prefill",
+    q_lens=(70, 1, 150),
+    kv_lens=(170, 50, 150),
+    heads=(2, 1),
+    dim=64,
+    page=16,
+    why="two S stages, idle warpgroups",
+)
 CASES = (
     IDLE,
     Case(
@@ -39,7 +49,7 @@ CASES = (
         why="windows, keys below which are cleared",
     ),
     replace(IDLE, id="fp8", page=32, fp8=True, why="warps that dequantize"),
-    Case(id="prefill", q_lens=(70, 1, 150), kv_lens=(170, 50, 150), heads=(2, 1), dim=64, page=16, why="two S stages"),
+    PREFILL,
     Case(
         id="prefill-fp8",
         q_lens=(70, 1, 150),
@@ -93,7 +103,7 @@ def run(arch: str, case: Case, kernel: str, schedule: str, warp: int) -> None:
             case,
             kernel,
             id=f"{arch}-{case.id}",
-            marks=pytest.mark.rest if case is IDLE else pytest.mark.full,
+            marks=pytest.mark.rest if case is IDLE or (arch, case) == ("sm_90a", PREFILL) else pytest.mark.full,
         )
         for arch in ARCHS
         for cases, kernel in ((CASES, "cute"), (E4M3, dispatch.FP8_PRODUCTS))

@@ -34,6 +34,8 @@ ALLOWED_STACK = {
     ("sm_90a-mla16-fp8-e4m3", 0): 8,
     ("sm_90a-mla16-invariant-decode", 1): 16,
     **{(f"{arch}-hd192x128-fp8-packed-e4m3-many", 0): 8 for arch in ("sm_100a", "sm_103a")},
+    # Of the warps that transpose V: a word for a work tile, and one that they load for each stage.
+    ("sm_90a-hd64-fp8-window-softcap-sinks-e4m3", 0): 8,
 }
 IDS = [subject.id for subject in attention_subjects()]
 

@@ -236,7 +236,8 @@ def test_wrong_results_are_said_first() -> None:
         row["cells"] = [wrong if cell["provider"] == "quack" else cell for cell in row["cells"]]
     body = rendered(records)
     notes = body[: body.index("<h2>")]
-    assert "softmax, 64x128256: quack: wrong: error 1e+00 &lt;b&gt;" in notes
+    said = f"softmax: quack: wrong: error 1e+00 &lt;b&gt; (in {len(records) - 1}: {records[1]['id']}, "
+    assert notes.count("quack: wrong") == notes.count(said) == 1
     assert "<b>&gt;" not in body
 
 

@@ -131,11 +131,13 @@ class MmaConsumer:
         valid = work.valid
         while valid != 0:
             q_stage = stage_of(tile_count, self.config.query_stages)
-            has_row = self.warpgroup * WGMMA_M < work.num_rows if cutlass.const_expr(self.passes_over) else True
-            if has_row:
-                self.mma(work, q_stage, tile_count, kv_idx)
+            if cutlass.const_expr(self.passes_over):
+                if self.warpgroup * WGMMA_M < work.num_rows:
+                    self.mma(work, q_stage, tile_count, kv_idx)
+                else:
+                    self.pass_over(work, q_stage, tile_count, kv_idx)
             else:
-                self.pass_over(work, q_stage, tile_count, kv_idx)
+                self.mma(work, q_stage, tile_count, kv_idx)
             kv_idx += work.n_block_max - work.n_block_min
             tile_count += 1
             work = self.work_pipeline.consume(tile_count)
