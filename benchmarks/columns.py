@@ -12,6 +12,7 @@ import torch
 from dsl_backend import providers
 from dsl_backend.errors import InvalidInput, Unsupported
 from dsl_backend.providers import Provider
+from dsl_backend.runtime import target as targets
 
 OURS = "dsl"
 
@@ -67,6 +68,18 @@ def missing(module: str, package: str | None = None) -> list[str]:
     return absent + needs_gpu()
 
 
+def of_capability(majors: Sequence[int], what: str = "is for") -> list[str]:
+    """Why kernels for GPUs of these major compute capabilities do not run here.
+
+    Args:
+        what: what they do for those GPUs alone.
+    """
+    capability = targets.detect().capability
+    if capability is None or capability[0] in majors:
+        return []
+    return [f"{what} SM{'x and SM'.join(map(str, majors))}x, this is SM{capability[0]}{capability[1]}"]
+
+
 @cache
 def broken(module: str) -> tuple[str, ...]:
     """Why an installed module cannot be imported; empty if it can."""
@@ -75,6 +88,12 @@ def broken(module: str) -> tuple[str, ...]:
     except Exception as error:  # another distribution may raise anything
         return (f"{module} cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}",)
     return ()
+
+
+def lacks(module: str, name: str) -> list[str]:
+    """Why a module of an installed package has not what a column calls."""
+    found = list(broken(module))
+    return found or ([] if hasattr(importlib.import_module(module), name) else [f"this {module} has no {name}"])
 
 
 def missing_tilelang() -> list[str]:

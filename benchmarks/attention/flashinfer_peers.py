@@ -10,9 +10,8 @@ from typing import Any, Protocol
 
 import torch
 from dsl_backend.providers import Run, provider
-from dsl_backend.runtime import target as targets
 
-from ..columns import missing
+from ..columns import lacks, missing, of_capability
 from .inputs import Inputs, pages_of, repage
 from .problems import Problem
 from .vllm_dense import e4m3_only, limits, queries
@@ -23,6 +22,11 @@ XQA_PAGES = (16, 32, 64, 128)
 # tokens a row of its page table has a multiple.
 LATENT_PAGE, TABLE_TOKENS = 64, 128
 QK_NOPE_DIM = 128  # of DeepSeek's heads before absorption; it chooses nothing
+# Dense CuTe DSL kernels in FlashInfer 0.7.2: tokens of a page, and of what a head's elements are a multiple, or the
+# most that prefill has tensor memory for.
+CUTE = "flashinfer.cute_dsl.attention"
+CUTE_DECODE, CUTE_DECODE_PAGES, CUTE_DECODE_HEADS = "BatchDecodePagedCuteDSLWrapper", (8, 16, 32, 64), 64
+CUTE_PREFILL, CUTE_PREFILL_PAGES, CUTE_PREFILL_HEADS = "BatchPrefillCuteDSLWrapper", (8, 16, 32, 64, 128), 128
 
 
 def workspace(inputs: Inputs) -> torch.Tensor:
@@ -136,6 +140,123 @@ def paged(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
+def cute_dense_objections(problem: Problem, pages: Sequence[int]) -> list[str]:
+    """Of both CuTe DSL kernels for separate keys and values."""
+    reasons = missing("flashinfer") + of_capability((10,)) + e4m3_only(problem)
+    if problem.head_dim != problem.head_dim_v:
+        reasons.append("has keys and values of one size")
+    if problem.page_size not in pages:
+        reasons.append(f"pages of {problem.page_size} are not one of {tuple(pages)}")
+    return reasons
+
+
+def cute_decode_objections(problem: Problem) -> list[str]:
+    reasons = cute_dense_objections(problem, CUTE_DECODE_PAGES)
+    if len(set(problem.q_lens)) > 1:
+        reasons.append("needs the same number of queries in every request")
+    if problem.head_dim % CUTE_DECODE_HEADS:
+        reasons.append(f"heads of {problem.head_dim} are not a multiple of {CUTE_DECODE_HEADS}")
+    return reasons or lacks(CUTE, CUTE_DECODE)
+
+
+@provider(
+    "decode",
+    name="FlashInfer CuTe DSL",
+    objections=cute_decode_objections,
+    limits=limits,
+    package="flashinfer-python",
+)
+def cute_decode(problem: Problem, inputs: Inputs) -> Run:
+    """FlashInfer's CuTe DSL decode, planned as its `BatchDecodeWithPagedKVCacheWrapper` plans it.
+
+    The wrapper allocates the output, and fills it with zeros where it adds up the results of split keys in it. With
+    fp8 keys the queries and P have 8 bits too.
+    """
+    from flashinfer.cute_dsl.attention import BatchDecodePagedCuteDSLWrapper
+
+    starts, _, pages = page_lists(problem, inputs)
+    q = queries(problem, inputs)
+    heads_q, heads_kv, head_dim, page_size = sizes_of(problem)
+    wrapper = BatchDecodePagedCuteDSLWrapper(workspace(inputs), use_cuda_graph=True)
+    wrapper.plan(
+        starts.to(inputs.one.device),
+        pages,
+        inputs.batch.seq_lens,
+        num_qo_heads=heads_q,
+        num_kv_heads=heads_kv,
+        head_dim=head_dim,
+        page_size=page_size,
+        q_data_type=q[0].dtype,
+        kv_data_type=problem.kv_dtype,
+        o_data_type=problem.dtype,
+        sm_scale=problem.scale,
+        reduction="none" if problem.batch_invariant else "auto",
+        q_len_per_req=problem.q_lens[0],
+        window_left=problem.window_left,
+        window_right=0,
+        max_kv_len=max(problem.kv_lens),
+    )
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        result: torch.Tensor = wrapper.run(q[index], layer.keys, layer.values)
+        return result
+
+    return run
+
+
+def cute_prefill_objections(problem: Problem) -> list[str]:
+    reasons = cute_dense_objections(problem, CUTE_PREFILL_PAGES)
+    multiple = 32 // problem.kv_dtype.itemsize
+    if problem.head_dim > CUTE_PREFILL_HEADS or problem.head_dim % multiple:
+        reasons.append(f"has heads of up to {CUTE_PREFILL_HEADS}, in multiples of {multiple}")
+    return reasons or lacks(CUTE, CUTE_PREFILL)
+
+
+@provider(
+    "prefill",
+    name="FlashInfer CuTe DSL",
+    objections=cute_prefill_objections,
+    limits=limits,
+    package="flashinfer-python",
+)
+def cute_prefill(problem: Problem, inputs: Inputs) -> Run:
+    """FlashInfer's CuTe DSL prefill over pages, planned as its `BatchPrefillWithPagedKVCacheWrapper` plans it.
+
+    In each launch the wrapper copies the kernel's output, which has padding before it, to ours.
+    """
+    from flashinfer.cute_dsl.attention import BatchPrefillCuteDSLWrapper
+
+    starts, last, pages = page_lists(problem, inputs)
+    q = queries(problem, inputs)
+    heads_q, heads_kv, head_dim, page_size = sizes_of(problem)
+    wrapper = BatchPrefillCuteDSLWrapper(workspace(inputs), use_cuda_graph=True)
+    wrapper.plan(
+        inputs.batch.query_start_loc,
+        num_qo_heads=heads_q,
+        num_kv_heads=heads_kv,
+        head_dim_qk=head_dim,
+        head_dim_vo=problem.head_dim_v,
+        causal=True,
+        sm_scale=problem.scale,
+        q_data_type=q[0].dtype,
+        kv_data_type=problem.kv_dtype,
+        window_left=-1 if problem.window_left is None else problem.window_left,
+        page_size=page_size,
+        paged_kv_indptr=starts,
+        paged_kv_indices=pages,
+        paged_kv_last_page_len=last,
+        kv_layout="NHD",
+    )
+
+    def run(index: int) -> torch.Tensor:
+        layer = inputs.layers[index]
+        wrapper.run_paged(q[index], (layer.keys, layer.values), out=layer.out)
+        return layer.out
+
+    return run
+
+
 def xqa_objections(problem: Problem) -> list[str]:
     reasons = missing("flashinfer") + e4m3_only(problem)
     if max(problem.q_lens) > 1:
@@ -223,16 +344,8 @@ def latent(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-def of_capability(*majors: int) -> list[str]:
-    """Why a kernel for GPUs of these major compute capabilities does not run here."""
-    capability = targets.detect().capability
-    if capability is None or capability[0] in majors:
-        return []
-    return [f"is for SM{' and SM'.join(f'{major}x' for major in majors)}, this is SM{capability[0]}{capability[1]}"]
-
-
 def backend_objections(problem: Problem, majors: Sequence[int]) -> list[str]:
-    reasons = missing("flashinfer") + of_capability(*majors) + e4m3_only(problem)
+    reasons = missing("flashinfer") + of_capability(majors) + e4m3_only(problem)
     if len(set(problem.q_lens)) > 1:
         reasons.append("needs the same number of queries in every request")
     if problem.batch_invariant:

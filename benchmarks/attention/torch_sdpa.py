@@ -6,8 +6,10 @@
 timing.
 """
 
+import importlib.util
+
 import torch
-from dsl_backend.providers import Launch, provider
+from dsl_backend.providers import Launch, provider, with_version
 
 from ..columns import missing, needs_gpu
 from . import cudnn_fp8
@@ -15,6 +17,7 @@ from .inputs import Inputs
 from .problems import Problem
 from .vllm_dense import e4m3_only, limits
 
+FRONTEND = "nvidia-cudnn-frontend"
 Operands = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
@@ -39,7 +42,7 @@ def compiled_objections(problem: Problem) -> list[str]:
 
 def cudnn_objections(problem: Problem) -> list[str]:
     # torch passes no fp8 to it: its own frontend does.
-    reasons = missing("cudnn", "nvidia-cudnn-frontend") + e4m3_only(problem) if problem.is_fp8_kv else needs_gpu()
+    reasons = missing("cudnn", FRONTEND) + e4m3_only(problem) if problem.is_fp8_kv else needs_gpu()
     return reasons + layout_objections(problem)
 
 
@@ -72,7 +75,27 @@ def by_token(result: torch.Tensor) -> torch.Tensor:
     return result.transpose(1, 2).flatten(0, 1)
 
 
-@provider("prefill", "mla-prefill", name="cuDNN", objections=cudnn_objections, limits=limits, package="torch")
+def cudnn_versions() -> list[str]:
+    """The cuDNN that torch loads; and of its frontend, which only 8-bit keys use, where it is installed."""
+    try:
+        number: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # torch was built with a newer one than it finds
+        return [" ".join(str(error).split())[:100]]
+    if number is None:
+        return ["without cuDNN"]
+    loaded = f"cuDNN {number // 10000}.{number % 10000 // 100}.{number % 100}"
+    return [loaded, *([with_version(FRONTEND)] if importlib.util.find_spec("cudnn") else [])]
+
+
+@provider(
+    "prefill",
+    "mla-prefill",
+    name="cuDNN",
+    objections=cudnn_objections,
+    limits=limits,
+    package="torch",
+    details=cudnn_versions,
+)
 def cudnn(problem: Problem, inputs: Inputs) -> Launch:
     """`scaled_dot_product_attention` restricted to cuDNN; keys in e4m3 by cuDNN's own frontend."""
     if problem.is_fp8_kv:

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's dense attention backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs; in rows of
-batch-invariant mode, as with VLLM_BATCH_INVARIANT=1.
+batch-invariant mode, as with VLLM_BATCH_INVARIANT=1. Without vLLM's copy of FA4, the package flash-attn-4 runs.
 
 The work of a backend's metadata builder, which runs once in a step, is not timed. The arguments that its `forward`
 passes for each layer are passed for each layer here. Query quantization for fp8 keys, which vLLM fuses into the
 previous operation, is not timed.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from dsl_backend.checks import short
 from dsl_backend.providers import Limits, Run, provider
 
 from ..check import BF16_LIMITS, FP8_LIMITS
-from ..columns import missing
+from ..columns import broken, missing
+from . import flash_attention_4
 from .inputs import Inputs
 from .problems import Problem
 
@@ -116,8 +119,10 @@ def triton_attention(problem: Problem, inputs: Inputs) -> Run:
 
 def flash_attention_objections(problem: Problem, version: int) -> list[str]:
     reasons = ["only FA3 serves fp8 keys"] if problem.is_fp8_kv and version != 3 else e4m3_only(problem)
-    if absent := missing("vllm"):
-        return absent + reasons
+    if version == 4 and flash_attention_4.home_of() != flash_attention_4.COPY:
+        return flash_attention_4.missing() + flash_attention_4.package_objections(problem) + reasons
+    if absent := missing("vllm") or broken("vllm.vllm_flash_attn"):
+        return [*absent, *reasons]
     from vllm.vllm_flash_attn import fa_version_unsupported_reason
 
     reason = fa_version_unsupported_reason(version)
@@ -126,6 +131,8 @@ def flash_attention_objections(problem: Problem, version: int) -> list[str]:
 
 def flash_attention(problem: Problem, inputs: Inputs, version: int) -> Run:
     """FLASH_ATTN of one version; FA3 with the scheduler metadata that its builder makes once in a step."""
+    if version == 4 and flash_attention_4.home_of() == flash_attention_4.PACKAGE:
+        return flash_attention_4.attention(problem, inputs)
     from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
@@ -181,6 +188,16 @@ def flash_attention(problem: Problem, inputs: Inputs, version: int) -> Run:
     return run
 
 
+def vllm_module() -> Sequence[str]:
+    """Where vLLM's FlashAttention is, which has no version of its own."""
+    return ("vllm.vllm_flash_attn",)
+
+
+def source_of(version: int) -> dict[str, Any]:
+    """What the report shows of a version, as arguments of `provider`."""
+    return {"details": flash_attention_4.source} if version == 4 else {"package": "vllm", "details": vllm_module}
+
+
 for number in (3, 2, 4):
     provider(
         "decode",
@@ -189,12 +206,14 @@ for number in (3, 2, 4):
         objections=partial(flash_attention_objections, version=number),
         limits=limits,
         default=number != 2,
-        package="vllm",
+        **source_of(number),
     )(partial(flash_attention, version=number))
 
 
 def flash_prefill(problem: Problem, inputs: Inputs, version: int) -> Run:
     """MLA's prefill over packed keys, as vLLM's FlashAttnPrefillBackend runs its new tokens."""
+    if version == 4 and flash_attention_4.home_of() == flash_attention_4.PACKAGE:
+        return flash_attention_4.attention(problem, inputs)
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     batch = inputs.batch
@@ -225,5 +244,5 @@ for number in (3, 2, 4):
         name=f"FA{number}",
         objections=partial(flash_attention_objections, version=number),
         default=number != 2,
-        package="vllm",
+        **source_of(number),
     )(partial(flash_prefill, version=number))

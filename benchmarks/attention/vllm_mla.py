@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's MLA backends, called as they call their kernels in vLLM 0.26 with full CUDA graphs; in rows of
-batch-invariant mode, as with VLLM_BATCH_INVARIANT=1. And FA4's MLA decode, which vLLM does not have.
+batch-invariant mode, as with VLLM_BATCH_INVARIANT=1. And FA4's MLA decode, which vLLM does not call.
 
 Only the attention kernels are timed. In vLLM each layer of TRITON_MLA also fills its output with zeros and concatenates
 the two parts of the query; that is not timed.
 """
 
-import importlib.util
-
 import torch
 from dsl_backend.providers import Launch, Run, provider
-from dsl_backend.runtime import target as targets
 
-from ..columns import missing, needs_gpu
+from ..columns import broken, missing, of_capability
+from . import flash_attention_4 as fa4
 from .inputs import Inputs, repage
 from .problems import Problem
-from .vllm_dense import e4m3_only, flash_splits, limits, queries
+from .vllm_dense import e4m3_only, flash_splits, limits, queries, vllm_module
 
 # The size of page that FA4 loads with TMA.
 FA4_PAGE = 128
@@ -71,15 +69,17 @@ def triton_mla(problem: Problem, inputs: Inputs) -> Run:
 
 def flash_attn_mla_objections(problem: Problem) -> list[str]:
     reasons = ["vLLM's FA3 for MLA does not read fp8 keys"] if problem.is_fp8_kv else []
-    if absent := missing("vllm"):
-        return absent + reasons
+    if absent := missing("vllm") or broken("vllm.vllm_flash_attn"):
+        return [*absent, *reasons]
     from vllm.vllm_flash_attn import fa_version_unsupported_reason
 
     reason = fa_version_unsupported_reason(3)
     return [reason, *reasons] if reason else reasons
 
 
-@provider("mla-decode", name="FLASH_ATTN_MLA", objections=flash_attn_mla_objections, package="vllm")
+@provider(
+    "mla-decode", name="FLASH_ATTN_MLA", objections=flash_attn_mla_objections, package="vllm", details=vllm_module
+)
 def flash_attn_mla(problem: Problem, inputs: Inputs) -> Run:
     """FLASH_ATTN_MLA: FA3 over the rope part, with the latent part as `q_v`."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -128,11 +128,7 @@ def flash_attn_mla(problem: Problem, inputs: Inputs) -> Run:
 
 
 def flash_attention_4_objections(problem: Problem) -> list[str]:
-    there = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
-    reasons = ([] if there else ["flash-attn-4 is not installed"]) + needs_gpu()
-    capability = targets.detect().capability
-    if capability is not None and capability[0] not in (10, 11):
-        reasons.append(f"has latents on SM10x and SM11x, this is SM{capability[0]}{capability[1]}")
+    reasons = of_capability(fa4.LATENT_MAJORS, "has latents on") or fa4.missing(latent=True)
     if problem.is_fp8_kv:
         reasons.append("does not read fp8 keys of latents")
     if problem.batch_invariant:
@@ -140,17 +136,17 @@ def flash_attention_4_objections(problem: Problem) -> list[str]:
     return reasons
 
 
-@provider("mla-decode", name="FA4", objections=flash_attention_4_objections, package="flash-attn-4")
+@provider("mla-decode", name="FA4", objections=flash_attention_4_objections, details=fa4.latent_source)
 def flash_attention_4(problem: Problem, inputs: Inputs) -> Run:
     """FA4 over the rope part, with the latent part as `qv`; it does not split keys."""
-    from flash_attn.cute.interface import flash_attn_varlen_func
-
-    batch, latent = inputs.batch, problem.head_dim_v
+    home = fa4.home_of(latent=True)
+    assert home is not None
+    function, batch, latent = fa4.function_of(home), inputs.batch, problem.head_dim_v
     table, caches = repage(problem, inputs, FA4_PAGE)
 
     def run(index: int) -> torch.Tensor:
         q, cache = inputs.layers[index].q, caches[index].unsqueeze(-2)
-        result: torch.Tensor = flash_attn_varlen_func(
+        result: torch.Tensor = function(
             q[..., latent:],
             cache[..., latent:],
             cache[..., :latent],

@@ -202,7 +202,7 @@ def test_peers_by_name() -> None:
     def names(peers: str | None) -> list[str]:
         return [provider.name for provider in choose_providers(available, peers, ["dsl"])]
 
-    assert names(None) == ["dsl", "TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "XQA"]
+    assert names(None) == ["dsl", "TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "FlashInfer CuTe DSL", "XQA"]
     assert names("none") == ["dsl"]
     assert names("fa3, xqa") == ["dsl", "FA3", "XQA"]
     assert names("all") == [provider.name for provider in available]

@@ -153,7 +153,7 @@ def test_a_peer_that_cannot_read_fp8_keys_says_why(operator: str, monkeypatch: p
         else:
             assert by_group["fp8-e5m2"], name
     served = {name for name, by_group in said.items() if not by_group["fp8"]}
-    dense = {"TRITON_ATTN", "FA3", "FLASHINFER", "XQA" if operator == "decode" else "cuDNN"}
+    dense = {"TRITON_ATTN", "FA3", "FLASHINFER", "FlashInfer CuTe DSL", "XQA" if operator == "decode" else "cuDNN"}
     latent = {"TRITON_MLA", "FLASHMLA", *FLASHINFER_LATENT}
     assert served == (latent if operator == "mla-decode" else dense)
 
@@ -163,8 +163,8 @@ def test_default_peers_of_attention() -> None:
         name: {one.name for one in benchmarks.operators()[name].providers([])[1:] if one.default}
         for name in ("decode", "prefill", "mla-decode", "mla-prefill")
     }
-    assert found["decode"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "XQA"}
-    assert found["prefill"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "cuDNN"}
+    assert found["decode"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "FlashInfer CuTe DSL", "XQA"}
+    assert found["prefill"] == {"TRITON_ATTN", "FA3", "FA4", "FLASHINFER", "FlashInfer CuTe DSL", "cuDNN"}
     vllms = {"TRITON_MLA", "FLASH_ATTN_MLA", "FLASHMLA"}
     assert found["mla-decode"] == {*vllms, "FA4", "FLASHINFER_MLA", *FLASHINFER_LATENT}
     assert found["mla-prefill"] == {"FA3", "FA4", "FLASHINFER", "cuDNN"}

@@ -4,14 +4,13 @@
 import math
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 import benchmarks
 from benchmarks import check
-from benchmarks.attention import flashinfer_peers, vllm_mla
+from benchmarks.attention import flash_attention_4, flashinfer_peers
 from benchmarks.attention.problems import Problem, latent
 from benchmarks.held_out import PEERS
 from dsl_backend.runtime import target as targets
@@ -126,9 +125,8 @@ def test_a_backend_of_flashinfer(name: str, backend: str, queries: int, monkeypa
 
 
 def test_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
-        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(flash_attention_4, "home_of", lambda latent: flash_attention_4.PACKAGE if latent else None)
+    monkeypatch.setattr(flash_attention_4, "function_of", {flash_attention_4.PACKAGE: flash_attn_varlen_func}.get)
     error_of("FA4", latent(4, [1, 3, 2], [20, 150, 128]))
 
 
@@ -141,10 +139,8 @@ def test_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_each_is_for_some_gpus(arch: str, served: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (flashinfer_peers, vllm_mla):
-        monkeypatch.setattr(module, "missing", lambda *_: [])
-        monkeypatch.setattr(module, "needs_gpu", list, raising=False)
-    monkeypatch.setattr(vllm_mla.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(flashinfer_peers, "missing", lambda *_: [])
+    monkeypatch.setattr(flash_attention_4, "missing", lambda latent: [])
     monkeypatch.setattr(targets, "detect", lambda: targets.from_arch(arch))
     columns = {one.name: one for one in benchmarks.operators()["mla-decode"].providers([])}
     names = ("FlashInfer CuTe DSL", "trtllm-gen", "XQA", "FA4")

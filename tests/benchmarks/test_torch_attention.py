@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns of torch's attention and of this package's Triton kernel are right in rows of one length."""
 
+from importlib import metadata
+
 import pytest
 import torch
 
@@ -26,6 +28,21 @@ def test_prefill(name: str, heads_kv: int, monkeypatch: pytest.MonkeyPatch) -> N
     prepared = column.prepare(problem, inputs)
     out = prepared.view(prepared.run(1))
     check.require_right(out, operator.reference(problem, inputs, 1), problem.limits)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(91002, "cuDNN 9.10.2"), (None, "without cuDNN"), (RuntimeError("needs a\nnewer one"), "needs a newer one")],
+)
+def test_cudnn_has_a_version(number: int | Exception | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version() -> int | None:
+        if isinstance(number, Exception):
+            raise number
+        return number
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    (column,) = (one for one in benchmarks.operators()["prefill"].providers([]) if one.name == "cuDNN")
+    assert column.source.startswith(f"torch {metadata.version('torch')}, {said}")
 
 
 @pytest.mark.parametrize("name", ["torch", "torch.compile", "cuDNN"])
