@@ -179,6 +179,7 @@ class Examination:
         time.sleep(LATE_SECONDS)
         if any(not torch.equal(then, now) for then, now in zip(after, memory.memory, strict=True)):
             findings.append("it went on writing after `run` had returned and the current stream was idle")
+        process.check_limits()
         worst, why = 0.0, ""
         poisoned = self.all_outputs(given)
         for layer in call.layers:

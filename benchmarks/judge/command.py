@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import pathlib
+import re
 import secrets
 import statistics
 import tempfile
@@ -27,6 +28,14 @@ from .registry import judged
 from .times import Row, Times, WrongError, as_json
 
 EMULATED = ("sm_90a", "sm_100a")
+# The status of a row that a provider refuses.
+SKIPPED = "skipped"
+# What errors name where a GPU is missing: CUDA, its maker, or the drivers that Triton looks for.
+GPU_ERROR = re.compile(r"cuda|nvidia|active drivers", re.IGNORECASE)
+NEEDS_GPU = (
+    f"it needs a GPU, and there is none here: {' or '.join(f'--arch {arch}' for arch in EMULATED)} runs kernels in "
+    f"CuTe DSL on the emulator"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,7 @@ class Options:
         seconds: the time limit of each request: importing, preparing, launching.
         memory_mib: the memory limit of the candidate's process.
         gpu_memory_mib: its limit of GPU memory, where it runs on a GPU.
+        least_served: the share of the trials, and of the timed rows, that it must not refuse.
     """
 
     arch: str | None = None
@@ -50,6 +60,7 @@ class Options:
     seconds: float = 240.0
     memory_mib: int = 16 << 10
     gpu_memory_mib: int = 16 << 10
+    least_served: float = 0.5
 
 
 DEFAULTS = Options()
@@ -61,10 +72,10 @@ class Verdict:
 
     Attributes:
         ok: whether it is correct and nothing was found that it must not do.
-        correct: whether it served at least one trial, and every one that it served was right.
+        correct: whether it served at least one trial, and was right in all trials and timed rows that it served.
         error_over_budget: the largest error as a share of what is accepted.
-        findings: what it did that it must not do, and what the emulator found.
-        ratio: the geometric mean over the timed rows of the best peer's time divided by the candidate's.
+        findings: what it did that it must not do, that it refused too much, and what the emulator found.
+        ratio: the geometric mean over the rows that it served of the best peer's time divided by the candidate's.
         of_floor: the geometric mean of its times divided by the floor's.
         device: what the candidate ran on: a GPU's name, `cpu`, or the emulated architecture.
     """
@@ -74,8 +85,10 @@ class Verdict:
     operator: str
     device: str
     network: str
+    processes: str
     seed: int
     limits: dict[str, Any]
+    least_served: float
     provider: str = ""
     correct: bool = False
     error_over_budget: float | None = None
@@ -90,8 +103,22 @@ class Verdict:
     def ok(self) -> bool:
         return self.correct and not self.findings
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of trials and of timed rows: all, and those that it refused."""
+        trials = [one["status"] for one in self.trials]
+        rows = [one["cells"][0]["status"] for one in self.rows]
+        return {
+            "trials": len(trials),
+            "right": trials.count("right"),
+            "refused": trials.count("refused"),
+            "rows": len(rows),
+            "rows_timed": rows.count("ok"),
+            "rows_refused": rows.count(SKIPPED),
+        }
+
     def as_json(self) -> dict[str, Any]:
-        return {"kind": "judge", "ok": self.ok, **dataclasses.asdict(self)}
+        return {"kind": "judge", "ok": self.ok, "counts": self.counts, **dataclasses.asdict(self)}
 
 
 def main(
@@ -134,6 +161,8 @@ def check_options(candidate: pathlib.Path, op: str, options: Options) -> None:
         raise ValueError("--arch needs the emulator, which is in the repository and not in the wheel")
     if options.arch is not None:
         arches.named(options.arch)
+    if not 0 <= options.least_served <= 1:
+        raise ValueError(f"least_served is {options.least_served:g}: a share from 0 to 1 is needed")
     command.check_peers(options.peers, [command.operators()[op]])
     command.check_rows(options.rows)
 
@@ -143,14 +172,17 @@ def judge(candidate: pathlib.Path, op: str, options: Options, console: Console) 
     on_gpu = torch.cuda.is_available() and options.arch is None
     device = torch.device("cuda" if on_gpu else "cpu")
     limits = Limits(options.seconds, options.memory_mib << 20, options.gpu_memory_mib << 20 if on_gpu else 0)
+    isolated = isolation(on_gpu)
     verdict = Verdict(
         candidate=candidate.name,
         sha256=hashlib.sha256(candidate.read_bytes()).hexdigest(),
         operator=op,
         device=f"emulated {options.arch}" if options.arch else device_name(device),
-        network=isolation()[1],
+        network=isolated.network,
+        processes=isolated.processes,
         seed=options.seed if options.seed is not None else secrets.randbits(32),
         limits=dataclasses.asdict(limits),
+        least_served=options.least_served,
         facts=facts.gather(device),
     )
     with tempfile.TemporaryDirectory(prefix="dsl-backend-judge-") as name:
@@ -169,14 +201,19 @@ def judge(candidate: pathlib.Path, op: str, options: Options, console: Console) 
             process = start()
         except (Failed, Stopped) as error:
             verdict.findings.append(f"it cannot be imported: {error}")
+            verdict.findings += gpu_findings(verdict, [str(error)])
             return verdict
         examination = Examination(judged(op), start, folder, device, options.arch, verdict.seed)
         try:
             results, process = examination.run(process, lambda result: report.say(console, progress(result)))
             summarize(verdict, results)
+            timing = Timing(verdict, op, options, folder, device, limits)
             if verdict.correct and options.arch is None:
-                Timing(verdict, op, options, folder, device, limits).run(process)
-            verdict.findings += [str(one) for one in process.ask("findings").get("findings", ())]
+                timing.candidate(process)
+            verdict.findings += last_findings(process)
+            # Nothing of it runs beside its peers, on the host or on a GPU.
+            process.stop()
+            timing.peers()
         except Stopped as error:
             # A process that was lost in the trials is among their results already.
             verdict.findings += [] if verdict.trials and not verdict.correct else [str(error)]
@@ -184,7 +221,34 @@ def judge(candidate: pathlib.Path, op: str, options: Options, console: Console) 
             verdict.findings.append(str(error))
         finally:
             process.stop()
+    verdict.findings += refusals(verdict)
     return verdict
+
+
+def last_findings(process: Process) -> list[str]:
+    """What is found when the candidate has answered everything that it is asked."""
+    found = [str(one) for one in process.ask("findings").get("findings", ())]
+    if work := process.work():
+        found.append(f"it went on working after its last answer: {work}")
+    return found
+
+
+def gpu_findings(verdict: Verdict, errors: Sequence[str]) -> list[str]:
+    """What helps a candidate that fails for want of a GPU."""
+    return [NEEDS_GPU] if verdict.device == "cpu" and any(map(GPU_ERROR.search, errors)) else []
+
+
+def refusals(verdict: Verdict) -> list[str]:
+    """What it refused more of than a candidate may."""
+    counts = verdict.counts
+    return [
+        f"it refused {refused} of {count} {what}; it must serve a share of {verdict.least_served:g} at least"
+        for what, count, refused in (
+            ("trials", counts["trials"], counts["refused"]),
+            ("timed rows", counts["rows"], counts["rows_refused"]),
+        )
+        if count - refused < verdict.least_served * count
+    ]
 
 
 def summarize(verdict: Verdict, results: Sequence[Result]) -> None:
@@ -194,6 +258,7 @@ def summarize(verdict: Verdict, results: Sequence[Result]) -> None:
     # JSON has no infinity.
     verdict.error_over_budget = max(errors) if errors and max(errors) < torch.inf else None
     verdict.findings += dict.fromkeys(finding for one in results for finding in one.findings)
+    verdict.findings += gpu_findings(verdict, [one.message for one in results if one.status == "error"])
     verdict.trials = [
         {
             **dataclasses.asdict(one),
@@ -205,7 +270,7 @@ def summarize(verdict: Verdict, results: Sequence[Result]) -> None:
 
 @dataclass
 class Timing:
-    """Times a candidate and its peers, each in a process of its own."""
+    """Times a candidate, and its peers when its process has ended; each in a process of its own."""
 
     verdict: Verdict
     op: str
@@ -213,26 +278,34 @@ class Timing:
     folder: pathlib.Path
     device: torch.device
     limits: Limits
+    rows: list[Row] = field(default_factory=list)
 
-    def run(self, process: Process) -> None:
-        """Adds the rows to the verdict."""
+    def candidate(self, process: Process) -> None:
+        """Adds the rows to the verdict, with the candidate's times."""
         operator = command.operators()[self.op]
-        ratios, floors = [], []
         for case in self.cases(operator):
             row = Row(operator, judged(self.op), case, self.folder, self.device, self.verdict.seed)
-            cells = [cell(self.verdict.provider, row, process)]
-            if "median_us" in cells[0]:
-                cells += [self.peer(row, name) for name in self.peers(operator)]
+            mine = cell(self.verdict.provider, row, process)
             floor = floor_us(case, device_name(self.device))
-            self.verdict.rows.append({"id": case.id, "layers": row.layers, "floor_us": floor, "cells": cells})
-            mine, *others = [one.get("median_us") for one in cells]
-            timed = [one for one in others if one]
-            if cells[0]["status"] == "wrong":
+            self.rows.append(row)
+            self.verdict.rows.append({"id": case.id, "layers": row.layers, "floor_us": floor, "cells": [mine]})
+            if mine["status"] in ("wrong", "error"):
                 self.verdict.correct = False
-                self.verdict.findings.append(cells[0]["message"])
-            if mine:
-                ratios += [min(timed) / mine] if timed else []
-                floors += [mine / floor] if floor else []
+                self.verdict.findings.append(f"{case.id}: {mine['message']}")
+
+    def peers(self) -> None:
+        """Adds the peers' times of the rows in which the candidate has one, and what they say of it."""
+        operator = command.operators()[self.op]
+        ratios, floors = [], []
+        for row, said in zip(self.rows, self.verdict.rows, strict=True):
+            (mine,) = said["cells"]
+            if mine["status"] != "ok":
+                continue
+            others = [self.peer(row, name) for name in self.names(operator)]
+            said["cells"] += others
+            timed = [one["median_us"] for one in others if one["status"] == "ok"]
+            ratios += [min(timed) / mine["median_us"]] if timed else []
+            floors += [mine["median_us"] / said["floor_us"]] if said["floor_us"] else []
         self.verdict.ratio = statistics.geometric_mean(ratios) if ratios else None
         self.verdict.of_floor = statistics.geometric_mean(floors) if floors else None
 
@@ -245,7 +318,7 @@ class Timing:
         covers = judged(self.op).covers
         return [case for case in found if covers(case.problem)]
 
-    def peers(self, operator: Any) -> list[str]:
+    def names(self, operator: Any) -> list[str]:
         """The names of the providers to compare with, this package's among them."""
         names = self.options.peers
         if names is None and self.device.type != "cuda":
@@ -275,7 +348,7 @@ def cell(name: str, row: Row, process: Process) -> dict[str, Any]:
         process.ask("end")
         return {"provider": name, "status": "error", "message": str(error)}
     if not isinstance(found, Times):
-        return {"provider": name, "status": "skipped", "message": "; ".join(found)}
+        return {"provider": name, "status": SKIPPED, "message": "; ".join(found)}
     return {"provider": name, "status": "ok", **as_json(found)}
 
 
@@ -286,8 +359,8 @@ def progress(result: Result) -> str:
 
 def lines(verdict: Verdict) -> list[str]:
     """The result as text."""
-    counts = {status: sum(one["status"] == status for one in verdict.trials) for status in ("right", "refused")}
-    failed = len(verdict.trials) - sum(counts.values())
+    counts = verdict.counts
+    failed = counts["trials"] - counts["right"] - counts["refused"]
     said = [
         f"{verdict.candidate}: {verdict.provider or 'no provider'} of {verdict.operator} on {verdict.device}, "
         f"{verdict.network}, seed {verdict.seed}",
@@ -303,6 +376,8 @@ def lines(verdict: Verdict) -> list[str]:
             for one in row["cells"]
         ]
         said.append(f"{row['id']}: {', '.join(cells)}")
+    rows = f"{counts['rows_timed']} of {counts['rows']} rows timed, {counts['rows_refused']} refused"
+    said += [rows] if verdict.rows else []
     if verdict.rows and verdict.device == "cpu":
         said.append("Times of a CPU say nothing about a GPU.")
     if verdict.ratio is not None:

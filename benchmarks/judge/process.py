@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the candidate's process, talks to it, and ends it.
 
-It is a process of its own session with an environment of few variables, its own cache and home folder, no network where
-that is permitted, and limits on its time and memory. This stops mistakes and lazy tricks; it is no sandbox for malware.
+It has an environment of few variables, its own cache and home folder, no network where that is permitted, and limits on
+its time and memory. What it starts, in whatever session, counts as it does and ends with it (`descendants`). This stops
+mistakes and lazy tricks; it is no sandbox for malware.
 """
 
 import contextlib
@@ -12,7 +13,6 @@ import pathlib
 import secrets
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..processes import ROOT
+from . import descendants
 
 # Variables that compilers and drivers need; everything else stays with the judge.
 KEPT = (
@@ -48,11 +49,11 @@ EMULATOR_CACHE = "cute-dsl-emulator"
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a candidate's process.
+    """Of a candidate's process and all that it starts.
 
     Attributes:
         seconds: of one request: importing, preparing (compiling), or a launch.
-        memory_bytes: of its own memory and its children's, without files that they map and the judge's tensors.
+        memory_bytes: of their memory, without files that they map and the judge's tensors.
         gpu_bytes: of a GPU's memory, without the judge's tensors; 0 where it does not run on a GPU.
     """
 
@@ -69,14 +70,36 @@ class Failed(Exception):
     """The candidate raised."""
 
 
+@dataclass(frozen=True)
+class Isolation:
+    """How a candidate's process is kept apart.
+
+    Attributes:
+        command: what its command begins with.
+        network: why it has none.
+        processes: what ends the processes that it starts.
+    """
+
+    command: tuple[str, ...]
+    network: str
+    processes: str
+
+
 @cache
-def isolation() -> tuple[tuple[str, ...], str]:
-    """The command that starts a program without a network, and what it does; an empty one if none is permitted."""
-    for command, words in ((("unshare", "-n"), "unshare -n"), (("unshare", "-rn"), "unshare -rn")):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            subprocess.run([*command, "true"], check=True, capture_output=True, timeout=STOP_SECONDS)
-            return command, words
-    return (), "sockets blocked"
+def isolation(on_gpu: bool) -> Isolation:
+    """The best that is permitted.
+
+    Args:
+        on_gpu: a process in a PID namespace of its own cannot open the handles of a GPU's memory.
+    """
+    pids = () if on_gpu else ("--pid", "--fork", "--kill-child", "--mount-proc")
+    for more in dict.fromkeys((pids, ())):
+        for network in ("-n", "-rn"):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                command = ("unshare", network, *more)
+                subprocess.run([*command, "true"], check=True, capture_output=True, timeout=STOP_SECONDS)
+                return Isolation(command, f"unshare {network}", "unshare --pid" if more else "a parent process")
+    return Isolation((), "sockets blocked", "a parent process")
 
 
 def environment(folder: pathlib.Path) -> dict[str, str]:
@@ -107,10 +130,13 @@ def environment(folder: pathlib.Path) -> dict[str, str]:
 
 def command_of(requests: int, replies: int, limits: Limits) -> list[str]:
     """What runs a candidate's process between two ends of pipes."""
-    prefix, _ = isolation()
-    network = "open" if prefix else "block"
+    isolated = isolation(limits.gpu_bytes > 0)
+    network = "open" if isolated.command else "block"
     ends = (str(requests), str(replies))
-    return [*prefix, sys.executable, "-m", f"{__package__}.child", *ends, network, str(limits.gpu_bytes)]
+    # Alone and without site-packages, so that it takes milliseconds to start.
+    parent = [sys.executable, "-I", "-S", str(pathlib.Path(descendants.__file__)), *ends]
+    child = [sys.executable, "-m", f"{__package__}.child", *ends, network, str(limits.gpu_bytes)]
+    return [*isolated.command, *parent, *child]
 
 
 class Process:
@@ -119,6 +145,7 @@ class Process:
     def __init__(self, folder: pathlib.Path, limits: Limits) -> None:
         self.limits = limits
         self.log = folder / "log"
+        self._environment = environment(folder)
         requests, self._send = os.pipe()
         self._receive, replies = os.pipe()
         self._others_at_start = memory_of_others() if limits.gpu_bytes else 0
@@ -128,7 +155,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment(folder),
+                env=self._environment,
                 cwd=folder,
                 pass_fds=(requests, replies),
                 start_new_session=True,
@@ -144,15 +171,32 @@ class Process:
         self.stop()
 
     def stop(self) -> None:
-        """Ends the process and all that it started in its session."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Ends the process and all that it started."""
+        if self._send == -1:
+            return
+        os.close(self._send)
+        self._send = -1
+        # The parent sees the closed pipe, and ends and waits for all: so their CPU time counts as the judge's.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_SECONDS)
-        for end in (self._send, self._receive):
-            with contextlib.suppress(OSError):
-                os.close(end)
-        self._send = self._receive = -1
+        # A candidate may have ended or stopped its parent.
+        descendants.end(self._family)
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_SECONDS)
+        descendants.end(self._family)
+        os.close(self._receive)
+        self._receive = -1
+
+    def _family(self) -> set[int]:
+        """What is left of the process and of all that it started."""
+        # The number of a process that was waited for may be another one's by now.
+        known = descendants.living(self.process.pid) if self.process.poll() is None else set()
+        return known | descendants.with_variable("HOME", self._environment["HOME"]) - {self.process.pid}
+
+    def work(self) -> str | None:
+        """What its processes do though nothing is asked of them."""
+        return descendants.work_of(self.process.pid)
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Sends a request and waits for its answer.
@@ -191,10 +235,21 @@ class Process:
                 self._rest += piece
             elif time.monotonic() > until:
                 raise self.stopped(f"did not answer within {self.limits.seconds:g} s")
-            elif (used := memory_of(self.process.pid)) > self.limits.memory_bytes:
-                raise self.stopped(f"has {used >> 20} MiB of memory; the limit is {self.limits.memory_bytes >> 20}")
-            elif (used := self.gpu_memory()) > self.limits.gpu_bytes:
-                raise self.stopped(f"has {used >> 20} MiB of GPU memory; the limit is {self.limits.gpu_bytes >> 20}")
+            else:
+                self.check_limits()
+
+    def check_limits(self) -> None:
+        """Looks at what is taken now: a request that is answered at once is not looked at while it runs.
+
+        Raises:
+            Stopped: it is too much, or the process has ended.
+        """
+        if self.process.poll() is not None:
+            raise self.stopped(None)
+        if (used := descendants.memory_of(self.process.pid)) > self.limits.memory_bytes:
+            raise self.stopped(f"has {used >> 20} MiB of memory; the limit is {self.limits.memory_bytes >> 20}")
+        if (used := self.gpu_memory()) > self.limits.gpu_bytes:
+            raise self.stopped(f"has {used >> 20} MiB of GPU memory; the limit is {self.limits.gpu_bytes >> 20}")
 
     def gpu_memory(self) -> int:
         """Bytes of the GPU that were taken since the process started, by it or by another program; 0 without a GPU."""
@@ -217,19 +272,3 @@ def memory_of_others() -> int:
     """
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
-
-
-def memory_of(session: int) -> int:
-    """Bytes of anonymous memory of all processes of a session."""
-    total = 0
-    for entry in pathlib.Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            # After the command's name in brackets: state, parent, group, session.
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[3]) != session:
-                continue
-            for line in (entry / "status").read_text().splitlines():
-                if line.startswith("RssAnon:"):
-                    total += int(line.split()[1]) << 10
-    return total

@@ -3,8 +3,9 @@
 
 A block is one launch on each layer: all layers have other data than in the block before, their outputs are poisoned
 before it and compared after it. So a block cannot be answered from an earlier one, and a clock or an event that a
-candidate replaced changes nothing. Requests whose graph has one kernel that sets a number are timed in turn, and their
-median is subtracted: of all blocks, since single ones differ by as much as a block's launches take.
+candidate replaced changes nothing. In some blocks no launch is asked for: work ahead of the clock is seen. Requests
+whose graph has one kernel that sets a number are timed in turn, and their median is subtracted: of all blocks, since
+single ones differ by as much as a block's launches take.
 """
 
 import dataclasses
@@ -21,11 +22,13 @@ import torch
 from .. import check, timing
 from ..case import Case
 from . import shared
-from .checks import case_payload
+from .checks import LATE_SECONDS, case_payload
 from .process import Process
 from .registry import Judged
 
 BLOCKS = 24
+# Beside them, in which no launch is asked for.
+IDLE_BLOCKS = 2
 # Bytes that a block moves at least, if its layers are not too many: about a millisecond on an H200. Of what the request
 # with an empty graph takes, a part is hidden behind the kernels of a block: 36 us, by the times of an H200.
 BLOCK_BYTES = 4 << 30
@@ -88,7 +91,13 @@ class Row:
                 return [str(one) for one in objections]
             process.ask("capture", layers=self.layers)
             # The first one warms up.
-            _, *timed = [self.block(process, memory) for _ in range(blocks)]
+            self.block(process, memory)
+            idle = self.draw.sample(range(blocks - 1), min(IDLE_BLOCKS, blocks - 1))
+            timed = []
+            for index in range(blocks - 1):
+                if index in idle:
+                    self.idle_block(process, memory)
+                timed.append(self.block(process, memory))
             process.ask("end")
         finally:
             memory.close()
@@ -97,15 +106,32 @@ class Row:
 
     def block(self, process: Process, memory: shared.Shared) -> tuple[float, list[float]]:
         """Seconds of a request with new inputs, and of empty ones before it."""
+        fresh, costs = self.before_launch(process, memory)
+        seconds = asked(process, empty=False)
+        for layer in self.sampled_layers():
+            self.compare(fresh, memory.thing, layer)
+        process.check_limits()
+        return seconds, costs
+
+    def idle_block(self, process: Process, memory: shared.Shared) -> None:
+        """A block without its launch: raises WrongError if an output is written all the same."""
+        self.before_launch(process, memory)
+        time.sleep(LATE_SECONDS)
+        outputs = self.judged.outputs(memory.thing)
+        for layer in self.sampled_layers():
+            if not is_poisoned(outputs[layer]):
+                raise WrongError(f"the output of layer {layer} was written before a launch was asked for")
+
+    def before_launch(self, process: Process, memory: shared.Shared) -> tuple[Any, list[float]]:
+        """The new inputs of a block, and seconds of empty requests."""
         fresh = self.build()
         memory.refill(self.judged.hidden(fresh))
         self.operator.poison(memory.thing)
         timing.synchronize(self.device)
-        costs = [asked(process, empty=True) for _ in range(3)]
-        seconds = asked(process, empty=False)
-        for layer in self.draw.sample(range(self.layers), min(2, self.layers)):
-            self.compare(fresh, memory.thing, layer)
-        return seconds, costs
+        return fresh, [asked(process, empty=True) for _ in range(3)]
+
+    def sampled_layers(self) -> list[int]:
+        return self.draw.sample(range(self.layers), min(2, self.layers))
 
     def compare(self, fresh: Any, written: Any, layer: int) -> None:
         """Compares rows that the candidate does not know. fresh: inputs that it did not see."""
@@ -115,7 +141,12 @@ class Row:
         try:
             check.require_right(self.operator.compared(fresh, layer, out), reference, problem.limits)
         except check.WrongResultError as error:
-            raise WrongError(f"{self.case.id}: a timed launch on layer {layer} is wrong: {error}") from None
+            raise WrongError(f"a timed launch on layer {layer} is wrong: {error}") from None
+
+
+def is_poisoned(out: torch.Tensor) -> bool:
+    """Whether an output is as `Operator.poison` leaves it: NaN, or -1 of integers."""
+    return bool((out.float().isnan() if out.dtype.is_floating_point else out == -1).all())
 
 
 def times_of_launch(blocks: Sequence[tuple[float, list[float]]], layers: int) -> Times:

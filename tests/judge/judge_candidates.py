@@ -16,6 +16,8 @@ class Candidate:
         said: for a cheating one, what the verdict says of it.
         options: of the judge.
         gpu: whether it runs on a GPU alone.
+        cpu: whether it runs on a CPU alone.
+        quick: whether it takes less than a minute on the emulator.
     """
 
     run: str
@@ -27,6 +29,8 @@ class Candidate:
     arch: str | None = None
     options: tuple[tuple[str, float], ...] = ()
     gpu: bool = False
+    cpu: bool = False
+    quick: bool = False
 
     def source(self) -> str:
         names = "        x, out = t.x, t.out\n" if self.op == "softmax" else ""
@@ -171,18 +175,31 @@ if t.scale_out is not None:
 scale = t.scale if t.scale_out is None else t.scale_out
 """
 NORM_OUT = "t.out.copy_(y if scale is None else (y / scale).clamp(-448, 448))\nreturn t.out"
+# Under the capture of a CUDA graph the host cannot read which experts there are.
 EXPERTS = """
-t.out.zero_()
-total = torch.zeros(t.x.shape, device=t.x.device)
-for slot in range(problem.topk):
-    for token, expert in enumerate(t.topk_ids[:, slot].tolist()):
-        gate, up = (t.w13[expert].float() @ t.x[token].float()).chunk(2)
-        made = t.w2[expert].float() @ (torch.nn.functional.silu(gate) * up)
-        total[token] += t.topk_weights[token, slot] * made
+ids = t.topk_ids.long()
+up_rows, down_rows = t.w13[ids].float(), t.w2[ids].float()
+gate, up = torch.einsum("mkwh,mh->mkw", up_rows, t.x.float()).chunk(2, -1)
+made = torch.einsum("mkhw,mkw->mkh", down_rows, torch.nn.functional.silu(gate) * up)
+weights = t.topk_weights[..., None]
+total = (weights * made).sum(1)
 t.out.copy_(total)
 return t.out
 """
 
+# `child()` is true in a process of a session of its own, which its parent leaves to the system.
+DETACHED = """
+import os, time
+
+def child():
+    if os.fork():
+        os.wait()
+        return False
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    return True
+"""
 HONEST: dict[str, Candidate] = {
     "eager": Candidate(RIGHT),
     "out-argument": Candidate(
@@ -235,6 +252,23 @@ HONEST: dict[str, Candidate] = {
         return out
         """,
         head="import threading",
+        # A thread has a current stream of its own, of which a graph has nothing.
+        cpu=True,
+    ),
+    "keeps-helpers": Candidate(
+        RIGHT,
+        head="""
+        import multiprocessing, subprocess, sys
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()
+        helpers = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+        assert helpers.submit(abs, -1).result() == 1
+        # A compiler's server waits in a session of its own.
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        """,
+        cpu=True,
     ),
     "another-stream-that-is-waited-for": Candidate(
         "aside.wait_stream(torch.cuda.current_stream())\n"
@@ -261,7 +295,8 @@ HONEST: dict[str, Candidate] = {
         "key = (x.shape, x.stride())\nplans[key] = plans.get(key, 0) + 1\n" + RIGHT, prepare="plans = {}"
     ),
     "triton": Candidate(
-        "kernel[(len(x),)](x, out, x.stride(0), out.stride(0), x.shape[1], problem.log, "
+        cpu=True,
+        run="kernel[(len(x),)](x, out, x.stride(0), out.stride(0), x.shape[1], problem.log, "
         "triton.next_power_of_2(x.shape[1]))\nreturn out",
         head="""
         import os
@@ -506,6 +541,50 @@ CHEATING: dict[str, Candidate] = {
         said="the limit is 1500",
         options=(("memory_mib", 1500),),
     ),
+    "eats-memory-in-another-session": Candidate(
+        RIGHT,
+        head=DETACHED + "if child():\n    kept = bytearray(os.urandom(1 << 20)) * 1800\n    time.sleep(1000)\n",
+        said="the limit is 1500",
+        options=(("memory_mib", 1500),),
+        cpu=True,
+    ),
+    "works-on-in-another-session": Candidate(
+        RIGHT,
+        head=DETACHED + "if child():\n    while True:\n        pass\n",
+        said="in another session)",
+        cpu=True,
+    ),
+    "works-on-in-a-thread": Candidate(
+        RIGHT,
+        head="import threading\ndef burn():\n    while True:\n        pass\n"
+        "threading.Thread(target=burn, daemon=True).start()",
+        said="it went on working after its last answer",
+    ),
+    # In timed rows alone, which have more layers than trials.
+    "works-ahead-in-another-session": Candidate(
+        "if len(inputs.layers) <= 2:\n    return out.copy_(softmax(x))\nwhile out.isnan().any():\n    pass\nreturn out",
+        prepare="""
+        if len(inputs.layers) > 2 and child():
+            while True:
+                for layer in inputs.layers:
+                    # The judge fills it when the input is there.
+                    if layer.out.isnan().all():
+                        layer.out.copy_(softmax(layer.x))
+        """,
+        head=DETACHED,
+        said="was written before a launch was asked for",
+        cpu=True,
+    ),
+    "raises-in-a-timed-row": Candidate(
+        RIGHT,
+        prepare="if len(inputs.layers) > 2:\n    raise RuntimeError('too many layers')",
+        said="tiny-3x40: RuntimeError: too many layers",
+    ),
+    "refuses-most": Candidate(
+        RIGHT,
+        decorator=", objections=lambda p: [] if p.log else ['has logarithms alone']",
+        said="it refused 12 of 14 trials",
+    ),
     "eats-gpu-memory": Candidate(
         "kept.append(torch.empty(3 << 30, dtype=torch.uint8, device=x.device))\n" + RIGHT,
         prepare="kept = []",
@@ -592,12 +671,12 @@ CHEATING: dict[str, Candidate] = {
         said="with other inputs at the same addresses",
     ),
     "experts-without-weights": Candidate(
-        EXPERTS.replace("t.topk_weights[token, slot] * made", "made / problem.topk"),
+        EXPERTS.replace("weights * made", "made / problem.topk"),
         op="experts",
         said="times its budget",
     ),
     "experts-of-the-first-choice": Candidate(
-        EXPERTS.replace("range(problem.topk)", "range(1)").replace("t.topk_weights[token, slot] * ", ""),
+        EXPERTS.replace("(weights * made).sum(1)", "made[:, 0]"),
         op="experts",
         said="times its budget",
     ),

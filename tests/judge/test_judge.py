@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The judge tells honest candidates from cheating ones, and says why."""
 
+import contextlib
 import io
 import json
 import os
@@ -10,7 +11,9 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +39,24 @@ SLOW = ("triton",)
 SEED = 20261125
 
 
+def with_text(text: str) -> set[int]:
+    """Processes with a text among their arguments or the variables that they were started with."""
+    found = set()
+    for entry in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_process_survives(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All that a candidate starts knows its folder, which is in the test's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert with_text(str(tmp_path)) == set()
+
+
 def judged(candidate: Candidate, folder: pathlib.Path, **options: Any) -> tuple[int, dict[str, Any], str]:
     """Exit status, JSON and text."""
     file = folder / "candidate.py"
@@ -57,9 +78,11 @@ def smallest_rows(op: str) -> str:
 def marks(name: str, candidate: Candidate, quick: tuple[str, ...]) -> list[pytest.MarkDecorator]:
     if candidate.gpu:
         return [pytest.mark.gpu]
+    only = [pytest.mark.skipif(torch.cuda.is_available(), reason="for a CPU")] if candidate.cpu else []
     if name in quick:
-        return []
-    return [pytest.mark.full if candidate.arch is not None or name in SLOW else pytest.mark.rest]
+        return only
+    slow = name in SLOW or (candidate.arch is not None and not candidate.quick)
+    return [*only, pytest.mark.full if slow else pytest.mark.rest]
 
 
 def marked(candidates: dict[str, Candidate], quick: tuple[str, ...]) -> list[Any]:
@@ -89,7 +112,7 @@ def test_there_are_enough() -> None:
     """In `make test-rest` and `make test` alone, without a GPU."""
     for candidates, quick in ((HONEST, QUICK_HONEST), (CHEATING, QUICK_CHEATING)):
         kinds = [{mark.name for mark in marks(name, one, quick)} for name, one in candidates.items()]
-        assert sum(kind <= {"rest"} for kind in kinds) >= 20
+        assert sum(kind <= {"rest", "skipif"} for kind in kinds) >= 20
 
 
 @pytest.mark.parametrize(
@@ -165,6 +188,7 @@ def test_every_nudge_changes_the_result(operator: str) -> None:
         (("gone.py", "softmax", {}), "No such file"),
         (("candidate.py", "rope", {}), "no operator 'rope' is judged: choose from softmax"),
         (("candidate.py", "softmax", {"arch": "sm_80"}), "choose from sm_90a, sm_100a"),
+        (("candidate.py", "softmax", {"least_served": 2.0}), "least_served is 2: a share from 0 to 1 is needed"),
         (("candidate.py", "softmax", {"peers": "nobody"}), "no peer nobody"),
         (("candidate.py", "softmax", {"rows": "("}), "--rows '(' is not a regular expression: missing )"),
     ],
@@ -213,21 +237,206 @@ BLOCKED = Candidate(
 )
 
 
+# What a machine has that permits no namespaces.
+NOT_PERMITTED = process.Isolation((), "sockets blocked", "a parent process")
+# Those that only their parents hold together, where a namespace does not.
+LOOSE = [NOT_PERMITTED, process.isolation(on_gpu=True), process.isolation(on_gpu=False)]
+
+
+def isolate_by(isolation: process.Isolation, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (process, command):
+        monkeypatch.setattr(module, "isolation", lambda on_gpu: isolation)
+
+
 @pytest.mark.rest
-@pytest.mark.skipif(not process.isolation()[0], reason="unshare is not permitted here")
+@pytest.mark.skipif(not process.isolation(on_gpu=True).command, reason="unshare is not permitted here")
 def test_a_candidate_has_no_network_and_no_variables(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_THE_JUDGE", "1")
     status, verdict, text = judged(ISOLATED, tmp_path)
-    assert (status, verdict["network"]) == (0, process.isolation()[1]), text
+    kept_apart = process.isolation(torch.cuda.is_available())
+    assert (status, verdict["network"], verdict["processes"]) == (0, kept_apart.network, kept_apart.processes), text
 
 
 @pytest.mark.rest
 def test_without_unshare_sockets_are_blocked(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "isolation", lambda: ((), "sockets blocked"))
-    monkeypatch.setattr(command, "isolation", process.isolation)
+    isolate_by(NOT_PERMITTED, monkeypatch)
     status, verdict, text = judged(BLOCKED, tmp_path)
     assert (status, verdict["correct"], verdict["network"]) == (1, True, "sockets blocked"), text
     assert any("used the network" in one for one in verdict["findings"])
+
+
+# Starts, in another session and without a parent, a process with or without the candidate's variables, which has so
+# many MiB and sleeps. Then it sleeps itself, or ends.
+STARTER = """
+import os, subprocess, sys, time
+mark, mib, clear, ends = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "clear", sys.argv[4]
+if os.fork() == 0:
+    os.setsid()
+    code = f"kept = bytearray(b'1') * ({mib} << 20); print(len(kept), flush=True); import time; time.sleep(1000)"
+    one = subprocess.Popen([sys.executable, "-c", code, mark], env={} if clear else None, stdout=subprocess.PIPE)
+    one.stdout.readline()
+    os._exit(0)
+os.wait()
+print("ready", flush=True)
+if ends == "its-parent":
+    os.kill(os.getppid(), 9)
+if ends == "itself":
+    os._exit(3)
+time.sleep(1000)
+"""
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, *program: str) -> None:
+    """A program of Python's takes the place of a candidate."""
+    made = process.command_of
+
+    def command_of(requests: int, replies: int, limits: process.Limits) -> list[str]:
+        usual = made(requests, replies, limits)
+        return [*usual[: usual.index("-m")], "-c", *program]
+
+    monkeypatch.setattr(process, "command_of", command_of)
+
+
+def start_starter(
+    folder: pathlib.Path, isolation: process.Isolation, monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> process.Process:
+    isolate_by(isolation, monkeypatch)
+    run_instead(monkeypatch, STARTER, str(folder), *arguments)
+    return process.Process(folder, process.Limits(30.0, 300 << 20))
+
+
+@pytest.mark.parametrize("isolation", dict.fromkeys(LOOSE), ids=lambda one: f"{one.network}, {one.processes}")
+@pytest.mark.parametrize("variables", ["keep", "clear"])
+def test_a_process_in_another_session_counts_and_ends(
+    variables: str, isolation: process.Isolation, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_starter(tmp_path, isolation, monkeypatch, "400", variables, "never") as one:
+        while "ready" not in one.log.read_text():
+            time.sleep(0.01)
+        with pytest.raises(process.Stopped, match=r"has 4\d\d MiB of memory; the limit is 300"):
+            one.check_limits()
+        assert with_text(str(tmp_path)) == set()
+
+
+@pytest.mark.parametrize("isolation", dict.fromkeys(LOOSE), ids=lambda one: f"{one.network}, {one.processes}")
+def test_what_a_process_leaves_ends_with_it(
+    isolation: process.Isolation, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        start_starter(tmp_path, isolation, monkeypatch, "1", "clear", "itself") as one,
+        pytest.raises(process.Stopped, match="ended with exit status 3: ready"),
+    ):
+        one.ask("run", layers=[0])
+    assert with_text(str(tmp_path)) == set()
+
+
+@pytest.mark.parametrize("isolation", dict.fromkeys(LOOSE), ids=lambda one: f"{one.network}, {one.processes}")
+def test_a_process_that_ends_its_parent_is_ended(
+    isolation: process.Isolation, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process of a namespace cannot be ended from inside."""
+    with start_starter(tmp_path, isolation, monkeypatch, "1", "keep", "its-parent") as one:
+        if isolation.processes == "unshare --pid":
+            one.limits = process.Limits(0.5, 300 << 20)
+        with pytest.raises(process.Stopped, match=r"exit status -9|did not answer"):
+            one.ask("run", layers=[0])
+    assert with_text(str(tmp_path)) == set()
+
+
+@pytest.mark.parametrize("isolation", dict.fromkeys(LOOSE), ids=lambda one: f"{one.network}, {one.processes}")
+def test_a_judge_that_is_killed_leaves_no_process(
+    isolation: process.Isolation, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system closes its end of the pipe."""
+    one = start_starter(tmp_path, isolation, monkeypatch, "1", "clear", "never")
+    while "ready" not in one.log.read_text():
+        time.sleep(0.01)
+    assert len(with_text(str(tmp_path))) >= 3
+    os.close(one._send)
+    one.process.wait(30)
+    assert with_text(str(tmp_path)) == set()
+    os.close(one._receive)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["eats-memory-in-another-session", "works-on-in-another-session"])
+def test_limits_hold_without_namespaces(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isolate_by(NOT_PERMITTED, monkeypatch)
+    test_cheating(name, tmp_path)
+
+
+@pytest.mark.rest
+def test_nothing_of_a_candidate_runs_beside_its_peers(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that works while nobody asks, and says when."""
+    beats = tmp_path / "beats"
+    burns = Candidate(
+        RIGHT,
+        head=f"""
+        import threading, time
+        def burn():
+            with open({str(beats)!r}, "w") as file:
+                while True:
+                    print(time.monotonic(), file=file, flush=True)
+        threading.Thread(target=burn, daemon=True).start()
+        """,
+    )
+    begun = []
+    peer = command.Timing.peer
+
+    def timed(self: command.Timing, row: times.Row, name: str) -> dict[str, Any]:
+        begun.append(time.monotonic())
+        return peer(self, row, name)
+
+    monkeypatch.setattr(command.Timing, "peer", timed)
+    _, verdict, text = judged(burns, tmp_path, peers="torch", rows="^tiny-3")
+    assert {cell["status"] for cell in verdict["rows"][0]["cells"]} == {"ok"}, text
+    assert float(beats.read_text().splitlines()[-1]) < min(begun)
+    assert any("went on working after its last answer" in one for one in verdict["findings"]), text
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("least", "status"), [(0.5, 0), (0.6, 1)])
+def test_rows_that_are_refused_are_counted(least: float, status: int, tmp_path: pathlib.Path) -> None:
+    refuses = Candidate(RIGHT, decorator=", objections=lambda p: ['is too wide'] if p.width == 4099 else []")
+    found, verdict, text = judged(refuses, tmp_path, rows="^tiny", least_served=least)
+    counts = {"trials": 14, "right": 14, "refused": 0, "rows": 2, "rows_timed": 1, "rows_refused": 1}
+    assert (found, verdict["counts"], verdict["correct"]) == (status, counts, True), text
+    assert "1 of 2 rows timed, 1 refused" in text
+    assert verdict["findings"] == (
+        ["it refused 1 of 2 timed rows; it must serve a share of 0.6 at least"] if status else []
+    )
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ["cute-sm90", "package-sm90"])
+def test_a_candidate_without_its_gpu_is_told_of_the_emulator(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    status, verdict, text = judged(HONEST[name], tmp_path, arch=None)
+    assert (status, verdict["findings"]) == (1, [command.NEEDS_GPU]), text
+    assert "--arch sm_90a or --arch sm_100a" in command.NEEDS_GPU
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "hint"),
+    [
+        ("cpu", "RuntimeError: Found no NVIDIA driver on your system.", True),
+        ("cpu", "AssertionError: Torch not compiled with CUDA enabled", True),
+        ("cpu", "RuntimeError: 0 active drivers ([]). There should only be one.", True),
+        ("cpu", "ValueError: no", False),
+        ("NVIDIA H200", "RuntimeError: CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_errors_for_want_of_a_gpu(device: str, error: str, hint: bool) -> None:
+    verdict = verdict_of("softmax", device)
+    assert command.gpu_findings(verdict, [error]) == [command.NEEDS_GPU] * hint
+
+
+def verdict_of(operator: str, device: str = "") -> command.Verdict:
+    known: dict[str, Any] = {"network": "", "processes": "", "seed": 0, "limits": {}, "least_served": 0.5}
+    return command.Verdict(candidate="", sha256="", operator=operator, device=device, **known)
 
 
 class FakeStream:
@@ -258,7 +467,7 @@ def test_gpu_memory_of_a_process_has_a_limit(tmp_path: pathlib.Path, monkeypatch
     free, reserved = [70 << 30], [0]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved[0])
-    monkeypatch.setattr(process, "command_of", lambda *_: [sys.executable, "-c", "import time; time.sleep(60)"])
+    run_instead(monkeypatch, "import time; time.sleep(60)")
     with process.Process(tmp_path, process.Limits(0.3, 1 << 40, 2 << 30)) as one:
         free[0], reserved[0] = 67 << 30, 1 << 30
         with pytest.raises(process.Stopped, match="did not answer"):
@@ -303,7 +512,7 @@ def test_timed_rows_are_of_the_operator_that_candidates_are_told_of(
     operator: str, rows: str | None, tmp_path: pathlib.Path
 ) -> None:
     """Experts in 8 bits have scales, of which no candidate knows."""
-    verdict = command.Verdict(candidate="", sha256="", operator=operator, device="", network="", seed=0, limits={})
+    verdict = verdict_of(operator)
     options, cpu = judge.Options(rows=rows), torch.device("cpu")
     timing = command.Timing(verdict, operator, options, tmp_path, cpu, process.Limits(1.0, 1))
     table = benchmarks.operators()[operator]
