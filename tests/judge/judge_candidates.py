@@ -200,6 +200,29 @@ def child():
         os._exit(0)
     return True
 """
+PACKAGE_LINEAR = """
+from dataclasses import replace
+from dsl_backend.gemm.args import GemmOperands
+from dsl_backend.linear import plan
+from dsl_backend.linear.eager import arranged
+from dsl_backend.runtime.target import from_arch
+
+TARGET = replace(from_arch("sm_90a"), sm_count=4)
+
+def plan_of(spec):
+    return plan.plan_of(spec, TARGET, torch.device("cpu"), 0, "cute")
+"""
+PACKAGE_DECODE = """
+from dataclasses import replace
+from dsl_backend.attention import api
+from dsl_backend.runtime.target import from_arch
+
+TARGET = replace(from_arch("sm_90a"), sm_count=4)
+
+def plan_of(spec, batch):
+    return api.Planner(spec, TARGET, api.Workspace(torch.device("cpu")), "cute").plan(batch)
+"""
+
 HONEST: dict[str, Candidate] = {
     "eager": Candidate(RIGHT),
     "out-argument": Candidate(
@@ -374,6 +397,22 @@ HONEST: dict[str, Candidate] = {
         arch="sm_90a",
     ),
     "experts": Candidate(EXPERTS, op="experts"),
+    "linear-package-sm90": Candidate(
+        "serving.run(arranged(GemmOperands(t.x, t.weight, None, None, t.out)))\nreturn t.out",
+        "serving = plan_of(problem.spec)",
+        PACKAGE_LINEAR,
+        op="linear",
+        arch="sm_90a",
+        quick=True,
+    ),
+    "decode-package-sm90": Candidate(
+        "return api.run(plan, t.q, t.keys, t.values, out=t.out)",
+        "plan = plan_of(problem.spec, inputs.batch)",
+        PACKAGE_DECODE,
+        op="decode",
+        arch="sm_90a",
+        quick=True,
+    ),
     "decode": Candidate("return attend(problem, inputs, t)", head=GATHER, op="decode"),
     "prefill": Candidate("return attend(problem, inputs, t)", head=GATHER, op="prefill"),
     "mla-decode": Candidate("return attend(problem, inputs, t)", head=GATHER, op="mla-decode"),
@@ -612,6 +651,24 @@ CHEATING: dict[str, Candidate] = {
         ROWS_KERNEL,
         arch="sm_90a",
         said="the host wrote most of the output",
+    ),
+    "linear-without-the-end-of-k": Candidate(
+        "serving.run(arranged(GemmOperands(t.x[:, :-8], t.weight[:, :-8], None, None, t.out)))\nreturn t.out",
+        "serving = plan_of(replace(problem.spec, k=problem.k - 8))",
+        PACKAGE_LINEAR,
+        op="linear",
+        arch="sm_90a",
+        said="times its budget",
+        quick=True,
+    ),
+    "decode-package-without-window": Candidate(
+        "return api.run(plan, t.q, t.keys, t.values, out=t.out)",
+        "plan = plan_of(replace(problem.spec, window_left=None), inputs.batch)",
+        PACKAGE_DECODE,
+        op="decode",
+        arch="sm_90a",
+        said="window: ",
+        quick=True,
     ),
     "races": Candidate("compiled(view(x), view(out))\nreturn out", ROWS, RACE_KERNEL, arch="sm_90a", said="data race"),
     "linear-without-gate": Candidate(
