@@ -16,6 +16,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 
 import emulator
 from dsl_backend.layouts import Layout, parse
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.runtime import toolkit
 from emulator.profile import summary
 
@@ -75,7 +76,7 @@ class LoadMatrix:
 
 
 def shared_words() -> cute.Tensor:
-    allocator = cutlass.utils.SmemAllocator()
+    allocator = SmemAllocator()
     return allocator.allocate_tensor(cutlass.Int32, cute.make_layout(WORDS), byte_alignment=1024)
 
 

@@ -14,6 +14,7 @@ from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.sm90.configs import GemmConfig
 from dsl_backend.gemm.spec import Dtypes
 from dsl_backend.linear.spec import LinearSpec
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.runtime.target import from_arch
 from dsl_backend.runtime.workspace import Workspace
 from dsl_backend.softmax.cute import host as softmax_host
@@ -81,7 +82,7 @@ class Transpose:
     def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
         column, row, _ = cute.arch.thread_idx()
         layout = cute.make_layout((32, 32), stride=(self.pitch, 1))
-        sTile = cutlass.utils.SmemAllocator().allocate_tensor(cutlass.Float32, layout)
+        sTile = SmemAllocator().allocate_tensor(cutlass.Float32, layout)
         sTile[row, column] = mX[row, column]
         if cutlass.const_expr(self.ordered):
             cute.arch.sync_threads()

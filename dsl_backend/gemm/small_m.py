@@ -24,7 +24,7 @@ from typing import Any
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmArgs, GemmOperands, ScaledArgs, StreamKScratch
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
@@ -34,6 +34,7 @@ from dsl_backend.gemm.tiles import SmallMTiles
 from dsl_backend.gemm.views import NUMERIC, bias_of, parts_view
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import EVICT_FIRST, load_vector, store_shared_remote, store_vector
+from dsl_backend.primitives.moved import LayoutEnum, SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import owner, share
 
@@ -176,7 +177,7 @@ class SmallMGemmBase:
         m_tiles = cute.ceil_div(mX.shape[0], self.tile_tokens)
         return m_tiles * cute.ceil_div(mOut.shape[1], self.columns) * self.num_splits
 
-    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+    def received(self, smem: SmemAllocator) -> Received | None:
         """Shared memory for partial sums; None with stream-K."""
         if self.stream_k:
             return None
@@ -258,7 +259,7 @@ class SmallMGemmBase:
             end = first + share(k_tiles, self.num_splits, split + 1)
         return StreamKWork(k_tiles, n_tiles, total, ctas, worker, start, end)
 
-    def begin(self, params: SmallMParams, smem: cutlass.utils.SmemAllocator) -> StreamKWork:
+    def begin(self, params: SmallMParams, smem: SmemAllocator) -> StreamKWork:
         """Let the next kernel start, and find this CTA's range; by all threads, once barriers are initialised."""
         dependent_launch.launch_dependents()
         return self.work(params)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmOperands
 from dsl_backend.gemm.epilogue import Arithmetic, epilogue_of
@@ -19,6 +19,7 @@ from dsl_backend.gemm.sizes import BLOCK_K, TAIL_ROWS
 from dsl_backend.gemm.tiles import GemmTiles, block_k
 from dsl_backend.gemm.views import NUMERIC, parts_view
 from dsl_backend.primitives.copy import clear_rows
+from dsl_backend.primitives.moved import LayoutEnum
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.schedule import raster
 

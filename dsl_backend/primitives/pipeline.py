@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
@@ -63,7 +64,7 @@ class Edge:
     consumers: Role
     stages: int
 
-    def allocate(self, smem: cutlass.utils.SmemAllocator) -> "Pipeline":
+    def allocate(self, smem: SmemAllocator) -> "Pipeline":
         """The pipeline, with its barriers in shared memory."""
         mbar_full = smem.allocate_array(cutlass.Int64, self.stages)
         mbar_empty = smem.allocate_array(cutlass.Int64, self.stages)

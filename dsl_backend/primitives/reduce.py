@@ -16,6 +16,7 @@ from cutlass import cute
 
 from dsl_backend.primitives.copy import store_shared_remote
 from dsl_backend.primitives.math import exp_difference, finite_or_zero, tree_max, tree_sum
+from dsl_backend.primitives.moved import SmemAllocator
 
 WARP = 32
 
@@ -208,7 +209,7 @@ def row_smem(kind: type, rows: int, warps: int, cluster: int):
     """
     if warps == 1 and cluster == 1:
         return None, None
-    allocator = cutlass.utils.SmemAllocator()
+    allocator = SmemAllocator()
     mbar = allocator.allocate_array(cutlass.Int64, 1) if cluster > 1 else None
     layout = reduction_buffer_layout(kind, rows, warps, cluster)
     return allocator.allocate_tensor(cutlass.Float32, layout, byte_alignment=8), mbar

@@ -9,6 +9,7 @@ from dsl_backend.attention.cute.scheduler.clc import ClcResponse, ClcTileSchedul
 from dsl_backend.attention.cute.scheduler.persistent import DynamicPersistentTileScheduler
 from dsl_backend.attention.cute.scheduler.requests import Requests
 from dsl_backend.attention.cute.scheduler.work_tile import FIELDS
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class RecordingPipeline:
@@ -103,7 +104,7 @@ class ClcSchedule:
 
     @cute.kernel
     def kernel(self, requests: Requests, recorded: cute.Tensor):
-        clc = ClcResponse.allocate(cutlass.utils.SmemAllocator())
+        clc = ClcResponse.allocate(SmemAllocator())
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_init(clc.full, 1)
             cute.arch.mbarrier_init_fence()

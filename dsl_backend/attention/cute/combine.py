@@ -19,6 +19,7 @@ from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import round_to
 from dsl_backend.primitives.copy import VECTOR_BYTES, load_vector, store_vector
 from dsl_backend.primitives.math import exp2, finite_or_zero, fma, quotient, tree_reduce
+from dsl_backend.primitives.moved import SmemAllocator
 
 WARP, WARPS = 32, 8
 THREADS = WARP * WARPS
@@ -141,7 +142,7 @@ class SplitKVCombine:
         lse: cute.Tensor | None,
         scoring: ScoreModArgs,
     ):
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sO = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((self.vector, WARP, WARPS)), 16)
         sStats = allocator.allocate_tensor(cutlass.Float32, cute.make_layout((WARPS, 2)), 16)
         thread = CombineThread(self, Outputs(out, lse, partials), requests, scoring, sO, sStats)

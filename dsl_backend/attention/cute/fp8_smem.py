@@ -10,6 +10,7 @@ from dsl_backend.attention.cute.sizes import fp8_chunk
 from dsl_backend.attention.cute.tiles import SWIZZLES, TiledKernel
 from dsl_backend.attention.cute.transpose import swizzle_of
 from dsl_backend.primitives.copy import store_matrices
+from dsl_backend.primitives.moved import SmemAllocator
 
 P_UNIT = 16  # keys of a row of P that one stmatrix row has
 
@@ -56,7 +57,7 @@ class Fp8Tiles(TiledKernel):
         return DenseKeyLoads(*found)
 
 
-def fp8_tensors(allocator: cutlass.utils.SmemAllocator, rows: int, width: int, stages: int) -> list[cute.Tensor]:
+def fp8_tensors(allocator: SmemAllocator, rows: int, width: int, stages: int) -> list[cute.Tensor]:
     """(row, byte, stage): chunks of columns, each (row, chunk).
 
     The same memory as bytes, which TMA and threads write, and as e4m3, which MMAs read.

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import cute
 
 from dsl_backend.attention.cute.sizes import WARPGROUP
+from dsl_backend.primitives.moved import SmemAllocator
 
 # Arrivals of a role. TMA arrives once, with its bytes, and tcgen05.commit (UMMA) once, when all MMAs so far are done;
 # warps arrive once each.
@@ -31,9 +32,7 @@ def dequant_mbar_arrays(tensors: str, stages: int, consumer: int) -> dict[str, M
     return arrays
 
 
-def allocate_mbarriers(
-    allocator: cutlass.utils.SmemAllocator, arrays: Mapping[str, MbarArray]
-) -> dict[str, cute.Pointer]:
+def allocate_mbarriers(allocator: SmemAllocator, arrays: Mapping[str, MbarArray]) -> dict[str, cute.Pointer]:
     """Allocate the arrays in their order; the pointers by name."""
     return {name: allocator.allocate_array(cutlass.Int64, array.stages) for name, array in arrays.items()}
 

@@ -24,6 +24,7 @@ from dsl_backend.attention.cute.scheduler.work_tile import WorkTilePipeline
 from dsl_backend.attention.cute.sizes import chunk, fold_workspace_size
 from dsl_backend.attention.cute.tiles import NUMERIC, SWIZZLES, LayerKey
 from dsl_backend.primitives.copy import VECTOR_BYTES
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +138,7 @@ class TiledMla:
         pointer = cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
         return cute.make_tensor(pointer, cute.make_layout(size))
 
-    def tma_target(self, allocator: cutlass.utils.SmemAllocator, sK: cute.Tensor) -> cute.Tensor:
+    def tma_target(self, allocator: SmemAllocator, sK: cute.Tensor) -> cute.Tensor:
         """Where TMA writes keys: sK, or stages of fp8 that are dequantized into sK."""
         if not self.key.kv.fp8:
             return sK

@@ -31,6 +31,7 @@ from dsl_backend.gemm.views import bias_of, expert_parts_view
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.primitives.copy import store_vector
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.schedule import share
 
 TilesT = TypeVar("TilesT", bound=SmallMTiles)
@@ -147,7 +148,7 @@ class DecodeProduct(SmallMGemmBase):
         return expert_parts_view(weight, self.parts, self.interleaved)
 
     @cute.jit
-    def begin(self, params: DecodeParams, smem: cutlass.utils.SmemAllocator):
+    def begin(self, params: DecodeParams, smem: SmemAllocator):
         """List the experts, let the next kernel start, and find this CTA's range.
 
         The first product waits before it lets the second one start: what the router wrote is there for both, and the

@@ -6,10 +6,11 @@ from typing import Any
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.mxfp4_unpacking import Mxfp4Unpacking
 from dsl_backend.primitives.copy import bulk_load
+from dsl_backend.primitives.moved import LayoutEnum
 from dsl_backend.quant.mxfp4_tiles import TILES
 
 

@@ -19,6 +19,7 @@ from dsl_backend.experts.cute.key import Slots
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.barrier import cta_barrier
 from dsl_backend.primitives.copy import load_vector_if, store_vector
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.scan import warp_inclusive_sum
 from dsl_backend.primitives.schedule import share
 
@@ -193,7 +194,7 @@ class Routing:
             dependent_launch.wait()
 
     def allocate(self) -> RoutingSmem:
-        smem, experts = cutlass.utils.SmemAllocator(), self.experts
+        smem, experts = SmemAllocator(), self.experts
         shapes = ((WARPS, experts), (experts,), (experts,), (experts + 1,), (experts + 1,))
         return RoutingSmem(
             *(

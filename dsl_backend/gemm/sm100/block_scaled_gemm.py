@@ -21,6 +21,7 @@ from dsl_backend.gemm.sm100.configs import MMA_M, BlockScaledConfig
 from dsl_backend.gemm.sm100.scaled_gemm import VECTOR, ScaledGemm, ScaledParams
 from dsl_backend.primitives import tmem
 from dsl_backend.primitives.math import in_pairs, mul_pair
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.narrow_mma import ATOM_ROWS, MXFP8, NVFP4, SCALE_ATOM_BYTES, NarrowMma, ScaleStage
 from dsl_backend.primitives.pipeline import UMMA, Edge, Pipeline, warps
 
@@ -55,7 +56,7 @@ def factors_copy(scale: cute.Tensor, op, atoms: int):
     return cpasync.make_tiled_tma_atom(op, view, cute.make_layout(box, stride=(box[1], 1)), box)
 
 
-def factor_stages(smem: cutlass.utils.SmemAllocator, atoms: int, rows: int, stages: int) -> cute.Tensor:
+def factor_stages(smem: SmemAllocator, atoms: int, rows: int, stages: int) -> cute.Tensor:
     """Shared memory [1, words of 128 rows, x's and then the weights' 128s of rows, stage]."""
     words = atoms * ATOM_WORDS
     layout = cute.make_layout((1, words, rows, stages), stride=(words, 1, words, words * rows))
@@ -94,7 +95,7 @@ class BlockScaledGemm(ScaledGemm):
         factors = [factors_copy(scale, x_op, self.atoms) for scale in (operands.x_scale, operands.weight_scale)]
         return BlockScaledParams(*values, *factors[0], *factors[1], operands.alpha)
 
-    def scale_stages(self, smem: cutlass.utils.SmemAllocator):
+    def scale_stages(self, smem: SmemAllocator):
         """See `factor_stages`."""
         return factor_stages(smem, self.atoms, 1 + self.weight_atoms, self.stages)
 

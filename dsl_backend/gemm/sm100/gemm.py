@@ -9,7 +9,7 @@ two CTAs execute one tcgen05.mma: each has 128 rows of x and of the accumulators
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
+from cutlass.utils import blackwell_helpers, hopper_helpers
 
 from dsl_backend.gemm.args import GemmArgs
 from dsl_backend.gemm.epilogue import PackedArithmetic
@@ -20,6 +20,7 @@ from dsl_backend.gemm.tiled import GemmBase, GemmParams
 from dsl_backend.primitives import dependent_launch, tmem
 from dsl_backend.primitives.copy import load_vector
 from dsl_backend.primitives.math import add_pair, in_pairs
+from dsl_backend.primitives.moved import LayoutEnum, SmemAllocator
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 from dsl_backend.primitives.schedule import raster
 
@@ -95,7 +96,7 @@ class Gemm(GemmBase):
         sW_layout: cute.ComposedLayout,
         sOut_layout: cute.ComposedLayout,
     ):
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
         sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
@@ -135,7 +136,7 @@ class Gemm(GemmBase):
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns, is_two_cta=self.two_cta)
 
-    def scale_stages(self, smem: cutlass.utils.SmemAllocator):
+    def scale_stages(self, smem: SmemAllocator):
         """Stages of scale factors for matrix products: here there are none."""
 
     def cluster_sync(self):

@@ -26,6 +26,7 @@ from dsl_backend.gemm.sm100.configs import (
 )
 from dsl_backend.gemm.small_m import Received, SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.primitives import dependent_launch, tmem
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import TMA, UMMA, Edge, Pipeline, warps
 
 
@@ -82,7 +83,7 @@ class SmallMGemm(SmallMGemmBase):
         sW_layout: cute.ComposedLayout,
         sX_layout: cute.ComposedLayout,
     ):
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sW = self.allocate_weights(smem, sW_layout)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)
@@ -128,7 +129,7 @@ class SmallMGemm(SmallMGemmBase):
         if role == MMA_WARP:
             cute.arch.dealloc_tmem(tmem_ptr, self.tmem_columns)
 
-    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> Any:
+    def allocate_weights(self, smem: SmemAllocator, sW_layout) -> Any:
         """Stages of weights, as `load`, `mma` and `unpack` take them."""
         return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
 

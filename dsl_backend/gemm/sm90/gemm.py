@@ -11,7 +11,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmArgs
 from dsl_backend.gemm.epilogue import ScalarArithmetic
@@ -24,6 +24,7 @@ from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import load_vector
+from dsl_backend.primitives.moved import LayoutEnum, SmemAllocator
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warpgroups
 
 # Named barriers: one of each consumer, then those of the ping-pong order, then one of both consumers.
@@ -108,7 +109,7 @@ class Gemm(GemmBase):
         """One of these buffers."""
         return cute.slice_(sOut_layout, (None, None, 0))
 
-    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> cute.Tensor:
+    def allocate_weights(self, smem: SmemAllocator, sW_layout) -> cute.Tensor:
         """Stages of weights in shared memory."""
         return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
 
@@ -121,7 +122,7 @@ class Gemm(GemmBase):
         sW_layout: cute.Layout | cute.ComposedLayout,
         sOut_layout: cute.ComposedLayout,
     ):
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = self.allocate_weights(smem, sW_layout)
         sOut = None
@@ -163,11 +164,11 @@ class Gemm(GemmBase):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+    def scale_stages(self, smem: SmemAllocator) -> cute.Tensor | None:
         """Memory for scales of operands: here they have none."""
         return None
 
-    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+    def received(self, smem: SmemAllocator) -> Received | None:
         """Memory for another CTA's partial sums: here there are none."""
         return None
 

@@ -31,6 +31,7 @@ from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_operand, fence_pointer, fence_register
 from dsl_backend.primitives.copy import store_shared_remote, store_vector
 from dsl_backend.primitives.math import f32_to_e4m3, fma, tree_max
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline, warps
 from dsl_backend.primitives.schedule import raster, share
 from dsl_backend.quant.format import E4M3, GROUP
@@ -141,7 +142,7 @@ class ScaledGemm(Gemm):
             scales |= {"tma_atom_x_scale": atom, "mXScale": mXScale}
         return ScaledParams(**{field.name: getattr(base, field.name) for field in fields(base)}, **scales)
 
-    def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+    def scale_stages(self, smem: SmemAllocator) -> cute.Tensor | None:
         """X's scales of each stage's groups, or those of a tile's rows of weights, for each consumer."""
         if not (self.copies_scales or self.weight_rows_scaled):
             return None
@@ -204,7 +205,7 @@ class ScaledGemm(Gemm):
         n_tiles = cute.ceil_div(operands.out.shape[1], self.columns)
         return cute.ceil_div(operands.x.shape[0], self.tile_m) * n_tiles * self.splits, 1, 1
 
-    def received(self, smem: cutlass.utils.SmemAllocator) -> Received | None:
+    def received(self, smem: SmemAllocator) -> Received | None:
         """Of one consumer's rows, each thread's partial sums."""
         if self.splits == 1:
             return None

@@ -17,6 +17,7 @@ from dsl_backend.gemm.sm90.configs import CONSUMER_REGISTERS, MMA_M, PRODUCER_RE
 from dsl_backend.gemm.small_m import Received, SmallMGemmBase, SmallMParams, StreamKWork
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, Role, warpgroups
 
 # Iterations that a CTA is behind its peers, so that their partial sums are there.
@@ -73,7 +74,7 @@ class SmallMGemm(SmallMGemmBase):
             (MMA_M, self.tokens),
         )
 
-    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> cute.Tensor:
+    def allocate_weights(self, smem: SmemAllocator, sW_layout) -> cute.Tensor:
         """Stages of weights in shared memory."""
         return smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
 
@@ -85,7 +86,7 @@ class SmallMGemm(SmallMGemmBase):
         sW_layout: cute.Layout | cute.ComposedLayout,
         sX_layout: cute.ComposedLayout,
     ):
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sW = self.allocate_weights(smem, sW_layout)
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         pipeline = self.load_edge.allocate(smem)

@@ -25,6 +25,7 @@ from dsl_backend.gemm.views import bias_of
 from dsl_backend.gemm.weight_only import WeightOnlyKey
 from dsl_backend.primitives.accumulators import cvt_f16x2, fence_operand, words_of
 from dsl_backend.primitives.copy import bulk_load, store_matrices_transposed
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import TMA, Edge, Pipeline, warps
 from dsl_backend.quant.weight_only import TILE_COLUMNS
 
@@ -62,7 +63,7 @@ class WeightOnlyGemm(Unpacking, Gemm):
         sX_layout, _ = super().smem_layouts(weight_rows)
         return sX_layout, cute.make_layout((self.half_words, weight_rows // MMA_M, self.stages))
 
-    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout: cute.Layout) -> cute.Tensor:
+    def allocate_weights(self, smem: SmemAllocator, sW_layout: cute.Layout) -> cute.Tensor:
         """Stages of halves of packed tiles in shared memory."""
         return smem.allocate_tensor(cutlass.Int32, sW_layout, byte_alignment=128)
 

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.nvgpu import warpgroup as wgmma
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.utils import hopper_helpers
 
 from dsl_backend.gemm.args import GemmOperands, StreamKScratch
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
@@ -25,6 +25,7 @@ from dsl_backend.gemm.weight_only import WeightOnlyKey
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.accumulators import fence_operand
 from dsl_backend.primitives.copy import bulk_load
+from dsl_backend.primitives.moved import LayoutEnum, SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline, Role, warps
 from dsl_backend.quant.weight_only import TILE_COLUMNS
 
@@ -130,7 +131,7 @@ class WeightOnlySmallMGemm(Unpacking, SmallMGemm):
                 source = column + cutlass.Int64(row_tile) * (4 * packed.stride[0])
                 bulk_load(source, sW.iterator + sW.layout((0, i, stage)), size, mbar_full)
 
-    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout: cute.Layout) -> cute.Tensor:
+    def allocate_weights(self, smem: SmemAllocator, sW_layout: cute.Layout) -> cute.Tensor:
         """Stages of packed tiles in shared memory."""
         return smem.allocate_tensor(cutlass.Int32, sW_layout, byte_alignment=128)
 

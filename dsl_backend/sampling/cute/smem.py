@@ -6,6 +6,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.sampling.configs import HISTOGRAM_BINS, MAX_CLUSTER, MAX_GROUPS, ClusterConfig
 from dsl_backend.sampling.cute.scan import WARP
 
@@ -57,7 +58,7 @@ class SharedStorage(NamedTuple):
 
 
 def allocate(config: ClusterConfig) -> SharedStorage:
-    allocator = cutlass.utils.SmemAllocator()
+    allocator = SmemAllocator()
 
     def tensor(dtype, *shape: int) -> cute.Tensor:
         return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)

@@ -8,7 +8,9 @@ in tensor memory that are used in turn. Mechanisms: PTX ISA 9.2, 9.7.15 (wgmma) 
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
-from cutlass.utils import LayoutEnum, blackwell_helpers, hopper_helpers
+from cutlass.utils import blackwell_helpers, hopper_helpers
+
+from dsl_backend.primitives.moved import LayoutEnum, SmemAllocator
 
 WARPGROUP = 128
 
@@ -67,7 +69,7 @@ class HopperGemm:
     ):
         m, n, k = self.TILE
         half = cutlass.Float16
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         sA = shared.allocate_tensor(half, a_staged.outer, byte_alignment=1024, swizzle=a_staged.inner)
         sB = shared.allocate_tensor(half, b_staged.outer, byte_alignment=1024, swizzle=b_staged.inner)
         sC = shared.allocate_tensor(half, c_staged.outer, byte_alignment=1024, swizzle=c_staged.inner)
@@ -236,7 +238,7 @@ class BlackwellGemm:
     ):
         half = cutlass.Float16
         two = self.ctas == 2
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         sA = shared.allocate_tensor(self.operand, a_staged.outer, byte_alignment=1024, swizzle=a_staged.inner)
         sB = shared.allocate_tensor(self.operand, b_staged.outer, byte_alignment=1024, swizzle=b_staged.inner)
         sC = shared.allocate_tensor(half, c_staged.outer, byte_alignment=1024, swizzle=c_staged.inner)

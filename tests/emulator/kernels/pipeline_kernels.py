@@ -10,6 +10,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
+from dsl_backend.primitives.moved import SmemAllocator
+
 WARPGROUP = 128
 
 
@@ -46,7 +48,7 @@ class TmaPipeline:
         staged: cute.ComposedLayout,
         single: cute.ComposedLayout,
     ):
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         sX = shared.allocate_tensor(cutlass.Float16, staged.outer, byte_alignment=1024, swizzle=staged.inner)
         sOut = shared.allocate_tensor(cutlass.Float16, single.outer, byte_alignment=1024, swizzle=single.inner)
         full = shared.allocate_array(cutlass.Int64, self.STAGES)
@@ -131,7 +133,7 @@ class CopyGroups:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         layout = cute.make_layout((4, self.THREADS, self.STAGES))
         sX = shared.allocate_tensor(cutlass.Float32, layout, byte_alignment=128)
         thread = cute.arch.thread_idx()[0]
@@ -170,7 +172,7 @@ class CopyBarriers:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         layout = cute.make_layout((4, self.THREADS, self.STAGES))
         sX = shared.allocate_tensor(cutlass.Float32, layout, byte_alignment=128)
         full = shared.allocate_array(cutlass.Int64, self.STAGES)
@@ -244,7 +246,7 @@ class ClusterSum:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, out: cute.Tensor):
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         parts = self.CTAS * self.WARPS
         sPart = shared.allocate_tensor(cutlass.Float32, cute.make_layout((parts, self.SLOTS)), byte_alignment=16)
         full = shared.allocate_array(cutlass.Int64, self.SLOTS)

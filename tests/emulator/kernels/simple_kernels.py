@@ -4,6 +4,8 @@
 import cutlass
 from cutlass import cute
 
+from dsl_backend.primitives.moved import SmemAllocator
+
 
 class Affine:
     """y = x * scale + 1 over vectors of float32, a thread per element."""
@@ -66,7 +68,7 @@ class Staged:
 
     @cute.kernel
     def kernel(self, out: cute.Tensor):
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         sRow = shared.allocate_tensor(cutlass.Float32, cute.make_layout(1000), byte_alignment=16)
         thread = cute.arch.thread_idx()[0]
         sRow[thread] = cutlass.Float32(thread)

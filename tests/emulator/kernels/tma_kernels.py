@@ -5,6 +5,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
+from dsl_backend.primitives.moved import SmemAllocator
+
 KINDS = warpgroup.SmemLayoutAtomKind
 SWIZZLES = {0: KINDS.K_INTER, 32: KINDS.K_SW32, 64: KINDS.K_SW64, 128: KINDS.K_SW128}
 ATOMS_OF_32 = 128 + 32
@@ -37,7 +39,7 @@ class TmaCopy:
         mTarget: cute.Tensor,
         layout: cute.Layout,
     ):
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         sTile = shared.allocate_tensor(cutlass.Float16, layout, byte_alignment=128)
         barrier = shared.allocate_array(cutlass.Int64, 1)
         row, column, _ = cute.arch.block_idx()

@@ -5,6 +5,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute import math
 
+from dsl_backend.primitives.moved import SmemAllocator
+
 
 class RowSoftmax:
     """y = softmax(x) over rows of 32 * PER_THREAD numbers in bfloat16, a warp per row, each through shared memory."""
@@ -20,7 +22,7 @@ class RowSoftmax:
     def kernel(self, x: cute.Tensor, y: cute.Tensor):
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         row = cute.arch.block_idx()[0] * self.ROWS + warp
-        shared = cutlass.utils.SmemAllocator()
+        shared = SmemAllocator()
         sBarrier = shared.allocate_array(cutlass.Int64, 1)
         sRow = shared.allocate_tensor(cutlass.Float32, cute.make_layout((self.ROWS, 32)), byte_alignment=16)
         if warp == 0:

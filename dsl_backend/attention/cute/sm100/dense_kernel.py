@@ -57,6 +57,7 @@ from dsl_backend.attention.cute.sm100.shared_s import (
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.errors import InvalidInput
 from dsl_backend.primitives.copy import clear_rows
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,7 @@ class DenseForward(TiledKernel):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ, sO = self.allocate_q(allocator)
         if cutlass.const_expr(config.shared_kv_stages):
             kv_stages: Any = SharedKVStages(self, allocator)
@@ -239,7 +240,7 @@ class DenseForward(TiledKernel):
         cute.arch.sync_threads()
         self.free_tmem(warp, tmem_holding_buf)
 
-    def allocate_q(self, allocator: cutlass.utils.SmemAllocator) -> tuple[cute.Tensor, cute.Tensor]:
+    def allocate_q(self, allocator: SmemAllocator) -> tuple[cute.Tensor, cute.Tensor]:
         """SQ and sO, (tile_m, dim, q_stage), in the same memory: an output leaves through the stage of its Q."""
         q_layout, o_layout = self.query_tiles(self.dims), self.query_tiles(self.dims_v)
         elements = self.config.query_stages * self.tile_m * max(self.dims, self.dims_v)

@@ -52,6 +52,7 @@ from dsl_backend.attention.cute.sm100.fp8_softmax import (
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp
 from dsl_backend.attention.cute.sm100.query_warps import CopiedQueries, DenseQueryWarps, PairedQueries
 from dsl_backend.attention.cute.sm100.two_s import TwoSCorrectionWarps, TwoSMmaWarp
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.ring import stage_of
 
 FIRST_VECTORS = 16  # of Q that a softmax thread loads ahead
@@ -79,7 +80,7 @@ class Fp8KVStages:
         sK_bytes, sV_bytes: the same memory as bytes.
     """
 
-    def __init__(self, kernel: "Fp8DenseForward", allocator: cutlass.utils.SmemAllocator) -> None:
+    def __init__(self, kernel: "Fp8DenseForward", allocator: SmemAllocator) -> None:
         self.stages = kernel.config.stages
         self.sK_bytes, sK = fp8_tensors(allocator, kernel.tile_n, kernel.dims, self.stages)
         self.sV_bytes, self.sV = fp8_tensors(allocator, kernel.tile_n, kernel.dims_v, self.stages)
@@ -165,7 +166,7 @@ class Fp8DenseForward(Fp8Tiles, DenseForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ_bytes, sQ = fp8_tensors(allocator, self.tile_m, self.dims, config.query_stages)
         kv_stages: Any = Fp8KVStages(self, allocator)
         sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)

@@ -16,6 +16,7 @@ from dsl_backend.attention.cute.scheduler.work_tile import WorkTile, WorkTilePip
 from dsl_backend.attention.cute.sm100.dense_configs import SHARED_STAGES
 from dsl_backend.attention.cute.tiles import TiledKernel
 from dsl_backend.primitives.accumulators import fence_register
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.ring import phase_of, stage_of
 
 
@@ -30,7 +31,7 @@ class SeparateKVStages:
         rows_k, columns_v: keys of a K tile, and columns of a V tile, in this CTA's shared memory.
     """
 
-    def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator, rows_k: int, columns_v: int):
+    def __init__(self, kernel: TiledKernel, allocator: SmemAllocator, rows_k: int, columns_v: int):
         self.stages = kernel.config.stages
         self.sK = [allocate_swizzled(allocator, kernel.dtype, kernel.key_tiles(rows_k, kernel.dims, self.stages))]
         self.sV = allocate_swizzled(allocator, kernel.dtype_v, kernel.key_tiles(kernel.tile_n, columns_v, self.stages))
@@ -50,7 +51,7 @@ class SharedKVStages:
     V takes the stage of the K tile before its own, and K that of the V tile before that.
     """
 
-    def __init__(self, kernel: TiledKernel, allocator: cutlass.utils.SmemAllocator):
+    def __init__(self, kernel: TiledKernel, allocator: SmemAllocator):
         self.stages = kernel.config.stages
         layout = kernel.key_tiles(kernel.tile_n, kernel.dims_v, SHARED_STAGES)
         self.sV = allocate_swizzled(allocator, kernel.dtype, layout)
@@ -68,7 +69,7 @@ class SharedKVStages:
 
 
 def allocate_swizzled(
-    allocator: cutlass.utils.SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
+    allocator: SmemAllocator, dtype: type[cutlass.Numeric], layout: cute.ComposedLayout
 ) -> cute.Tensor:
     return allocator.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 

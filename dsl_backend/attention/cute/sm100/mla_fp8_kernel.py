@@ -30,6 +30,7 @@ from dsl_backend.attention.cute.sm100.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm100.mla_load import PagesAheadMlaKeyLoadWarp
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.attention.cute.sm100.query_warps import QueryWarps
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class Fp8MlaForward(MlaForward):
@@ -60,7 +61,7 @@ class Fp8MlaForward(MlaForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ_bytes, sQ = fp8_tensors(allocator, ROWS, self.dims, 1)
         sK_bytes, sK = fp8_tensors(allocator, self.tile_n, self.dims, config.stages)
         sP_bytes, sP = fp8_tensors(allocator, ROWS, self.tile_n, 1)

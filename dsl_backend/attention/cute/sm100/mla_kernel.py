@@ -40,6 +40,7 @@ from dsl_backend.attention.cute.sm100.mla_load import PagesAhead
 from dsl_backend.attention.cute.sm100.mla_mma import MlaMmaWarp
 from dsl_backend.attention.cute.sm100.mla_softmax import MlaSoftmaxWarps
 from dsl_backend.primitives.copy import clear_rows
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class MlaForward(TiledMla):
@@ -103,7 +104,7 @@ class MlaForward(TiledMla):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in self.layouts()

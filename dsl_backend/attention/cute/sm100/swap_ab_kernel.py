@@ -33,6 +33,7 @@ from dsl_backend.attention.cute.sm100.dense_mma import AlternatingMmaWarp
 from dsl_backend.attention.cute.sm100.kv_stages import SeparateKVLoadWarp, SeparateKVStages, allocate_swizzled
 from dsl_backend.attention.cute.sm100.swap_ab_softmax import SwapABSoftmaxWarps
 from dsl_backend.attention.cute.tiles import TiledKernel
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 
 
@@ -67,7 +68,7 @@ class SwapABForward(DenseForward):
         scoring: ScoreModArgs,
     ):
         config, s_stages = self.config, self.s_stages
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ, _ = self.allocate_q(allocator)
         kv_stages = SeparateKVStages(self, allocator, self.tile_n, self.dims_v)
         # (key, query row, S stage)

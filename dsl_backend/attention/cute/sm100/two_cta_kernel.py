@@ -34,6 +34,7 @@ from dsl_backend.attention.cute.sm100.two_cta_correction import TwoCtaCorrection
 from dsl_backend.attention.cute.sm100.two_cta_load import TwoCtaLoadWarp
 from dsl_backend.attention.cute.sm100.two_cta_mma import TwoCtaMmaWarp
 from dsl_backend.attention.cute.sm100.two_cta_softmax import TwoCtaSoftmaxWarps
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class TwoCtaForward(DenseForward):
@@ -76,7 +77,7 @@ class TwoCtaForward(DenseForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ, sO = self.allocate_q(allocator)
         kv_stages = SeparateKVStages(self, allocator, self.tile_n // CTA_PAIR, self.own_v)
         sWork = allocator.allocate_tensor(cutlass.Int32, WorkTilePipeline.layout(), byte_alignment=64)

@@ -26,6 +26,7 @@ from dsl_backend.attention.cute.sm100.two_cta_mla_load import TwoCtaMlaLoadWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_mma import TwoCtaMlaMmaWarp
 from dsl_backend.attention.cute.sm100.two_cta_mla_softmax import TwoCtaMlaSoftmaxWarps
 from dsl_backend.primitives.copy import clear_rows
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class TwoCtaMlaForward(MlaForward):
@@ -70,7 +71,7 @@ class TwoCtaMlaForward(MlaForward):
         sV_layout = cute.tile_to_shape(
             self.atom(self.chunk), (self.tile_n, self.dims_v // CTA_PAIR, config.stages), order=(0, 1, 2)
         )
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ, sK, sV, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in (sQ_layout, sK_layout, sV_layout, sP_layout)

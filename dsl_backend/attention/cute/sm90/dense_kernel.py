@@ -29,6 +29,7 @@ from dsl_backend.attention.cute.sm90.dense_mma import MmaConsumer
 from dsl_backend.attention.cute.tiles import LayerKey, TiledKernel
 from dsl_backend.primitives import dependent_launch
 from dsl_backend.primitives.copy import VECTOR_BYTES
+from dsl_backend.primitives.moved import SmemAllocator
 
 LOAD_WARP, SCHEDULER_WARP = 0, 1
 # TMA boxes of a query tile in split-KV: most work tiles have few tokens, and TMA takes 2 to 3 ns to zero-fill a row
@@ -118,7 +119,7 @@ class DenseForward(TiledKernel):
             ),
         )
 
-    def with_cta_fold_workspace(self, outputs: Outputs, allocator: cutlass.utils.SmemAllocator) -> Outputs:
+    def with_cta_fold_workspace(self, outputs: Outputs, allocator: SmemAllocator) -> Outputs:
         """Outputs with the CTA's own fold workspace, in shared or in global memory."""
         if not (self.key.tiles_per_split and self.config.fold_in_smem):
             return outputs._replace(fold_workspace=cta_fold_workspace(outputs.fold_workspace, self.tile_m, self.dims_v))
@@ -141,7 +142,7 @@ class DenseForward(TiledKernel):
         q_layout = self.query_tiles(self.dims)
         k_layout = self.key_tiles(self.tile_n, self.dims, config.stages)
         v_layout = self.key_tiles(self.tile_n, self.dims_v, config.stages)
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         q_elements = config.query_stages * self.tile_m * max(self.dims, self.dims_v)
         sQ = self.swizzled(allocator.allocate(q_elements * 2, byte_alignment=1024), q_layout)
         sK = allocator.allocate_tensor(self.dtype, k_layout.outer, byte_alignment=1024, swizzle=k_layout.inner)

@@ -35,6 +35,7 @@ from dsl_backend.attention.cute.sm90.fp8_mma import (
 from dsl_backend.attention.cute.tiles import LayerKey
 from dsl_backend.attention.cute.transpose import TransposeWarps
 from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.moved import SmemAllocator
 
 FIRST_TRANSPOSE_WARP = 2
 
@@ -91,7 +92,7 @@ class Fp8Forward(Fp8Tiles, DenseForward):
     ):
         config = self.config
         q_layout = self.query_tiles(self.dims)
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ_e4m3, sQScale = None, None
         if cutlass.const_expr(self.key.fp8_q or config.shared_q):
             sQ, sQ_e4m3 = fp8_tensors(allocator, self.tile_m, self.dims, config.query_stages)

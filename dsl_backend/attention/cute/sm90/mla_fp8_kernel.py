@@ -31,6 +31,7 @@ from dsl_backend.attention.cute.sm90.mla_kernel import MlaForward
 from dsl_backend.attention.cute.sm90.mla_mma import ACC_SCALE
 from dsl_backend.attention.cute.transpose import LatentTransposeWarps
 from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class Fp8MlaForward(MlaForward):
@@ -63,7 +64,7 @@ class Fp8MlaForward(MlaForward):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ_bytes, sQ = fp8_tensors(allocator, ROWS, self.dims, 1)
         sK_bytes, sK = fp8_tensors(allocator, self.tile_n, self.dims, config.dequant_stages)
         sVt_bytes, sVt = fp8_tensors(allocator, self.dims_v, self.tile_n, config.stages)

@@ -28,6 +28,7 @@ from dsl_backend.attention.cute.sm90.mla_barriers import WARPS_PER_WARPGROUP, Ba
 from dsl_backend.attention.cute.sm90.mla_configs import GROUPS
 from dsl_backend.attention.cute.sm90.mla_mma import ACC_SCALE, MlaMmaConsumer, MlaSmem
 from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.moved import SmemAllocator
 
 
 class MlaForward(TiledMla):
@@ -111,7 +112,7 @@ class MlaForward(TiledMla):
         scoring: ScoreModArgs,
     ):
         config = self.config
-        allocator = cutlass.utils.SmemAllocator()
+        allocator = SmemAllocator()
         sQ, sK, sP = (
             allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in self.layouts()

@@ -15,6 +15,7 @@ from dsl_backend.gemm.sm100.configs import EPILOGUE_REGISTERS, LOAD_WARP, MMA_WA
 from dsl_backend.gemm.sm100.gemm import Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch, tmem
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline
 
 # Elements of the output in one access.
@@ -52,7 +53,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         sX_layout: cute.ComposedLayout,
         sW_layout: cute.ComposedLayout,
     ):
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = smem.allocate_tensor(self.weight_dtype, sW_layout.outer, byte_alignment=1024, swizzle=sW_layout.inner)
         sScales = self.scale_stages(smem)

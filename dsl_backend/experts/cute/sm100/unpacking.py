@@ -9,6 +9,7 @@ from cutlass import cute
 from dsl_backend.experts.weight_only_sm100_configs import UNPACKING_WARPGROUPS
 from dsl_backend.gemm.mxfp4_unpacking import Mxfp4Unpacking
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import UMMA, Edge, Pipeline, warps
 
 
@@ -36,7 +37,7 @@ class UnpackingWarps(Mxfp4Unpacking):
         """From the warps that unpack."""
         return Edge("unpacked weights", warps(self.unpacking_warps), UMMA, stages)
 
-    def weight_stages(self, smem: cutlass.utils.SmemAllocator, words: int, unpacked: int) -> WeightStages:
+    def weight_stages(self, smem: SmemAllocator, words: int, unpacked: int) -> WeightStages:
         """So many words of each packed tile of a stage, and barriers of so many stages of unpacked weights."""
         layout = cute.make_layout((words, self.row_tiles, self.stages))
         packed = smem.allocate_tensor(cutlass.Int32, layout, byte_alignment=128)

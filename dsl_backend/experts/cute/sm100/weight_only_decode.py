@@ -32,6 +32,7 @@ from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, WORDS
 from dsl_backend.gemm.sizes import WARP, WARPGROUP
 from dsl_backend.gemm.sm100.configs import MMA_K, MMA_M
 from dsl_backend.primitives import tmem
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.primitives.tcgen05_mma import Tcgen05Mma
 from dsl_backend.quant.mxfp4_tiles import BLOCK_COLUMNS, LOWERED, TILES
@@ -56,7 +57,7 @@ class WeightOnlyDecodeGemm(UnpackingWarps, PackedTiles, DecodeGemm):
 
     # Loads
 
-    def allocate_weights(self, smem: cutlass.utils.SmemAllocator, sW_layout) -> WeightStages:
+    def allocate_weights(self, smem: SmemAllocator, sW_layout) -> WeightStages:
         """Stages of packed tiles, in place of those of `sW_layout`, and the barriers of unpacked ones."""
         return self.weight_stages(smem, TILES.tile_words, UNPACKED_TMEM_STAGES)
 

@@ -12,7 +12,7 @@ multiply, the rest for packed weights and x. In tensor memory, as the M of produ
 
 import cutlass
 from cutlass import cute
-from cutlass.utils import LayoutEnum, hopper_helpers
+from cutlass.utils import hopper_helpers
 
 from dsl_backend.experts.cute.grouped import GroupedParams, WorkTile
 from dsl_backend.experts.cute.key import ProductKey
@@ -28,6 +28,7 @@ from dsl_backend.gemm.mxfp4_unpacking import PIECE_COLUMNS, STEP_COLUMNS
 from dsl_backend.gemm.sizes import BLOCK_BYTES, WARP
 from dsl_backend.gemm.sm100.configs import LOAD_WARP
 from dsl_backend.primitives.copy import bulk_load, store_matrices
+from dsl_backend.primitives.moved import LayoutEnum, SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline
 from dsl_backend.quant.mxfp4_tiles import BLOCK_COLUMNS, LOWERED, TILES
 from dsl_backend.quant.weight_only import TILE_COLUMNS, TILE_ROWS
@@ -61,7 +62,7 @@ class WeightOnlyGroupedGemm(UnpackingWarps, GroupedGemm):
         sW_layout = hopper_helpers.make_smem_layout_b(LayoutEnum.ROW_MAJOR, tile, self.weight_dtype, UNPACKED_STAGES)
         return sX_layout, sW_layout
 
-    def scale_stages(self, smem: cutlass.utils.SmemAllocator) -> WeightStages:
+    def scale_stages(self, smem: SmemAllocator) -> WeightStages:
         """Stages of packed weights, and the barriers of unpacked ones."""
         return self.weight_stages(smem, self.half_words, UNPACKED_STAGES)
 

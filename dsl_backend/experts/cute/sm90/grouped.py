@@ -14,6 +14,7 @@ from dsl_backend.gemm.sm90.configs import MMA_M, GemmConfig
 from dsl_backend.gemm.sm90.gemm import CONSUMER_BARRIER, Gemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives import dependent_launch
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline
 
 
@@ -44,7 +45,7 @@ class GroupedGemm(GroupedProduct, Gemm):
         sW_layout: cute.Layout | cute.ComposedLayout,
         sOut_layout: cute.ComposedLayout,
     ):
-        smem = cutlass.utils.SmemAllocator()
+        smem = SmemAllocator()
         sX = smem.allocate_tensor(self.x_dtype, sX_layout.outer, byte_alignment=1024, swizzle=sX_layout.inner)
         sW = self.allocate_weights(smem, sW_layout)
         sOut = smem.allocate_tensor(self.out_dtype, sOut_layout.outer, byte_alignment=1024, swizzle=sOut_layout.inner)
@@ -76,7 +77,7 @@ class GroupedGemm(GroupedProduct, Gemm):
                 self.clear_output(params, cute.arch.thread_idx()[0], self.consumers * WARPGROUP)
             self.mma(params, tiled_mma, sX, sW, sOut, pipeline, group, sMaxima)
 
-    def allocate_maxima(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+    def allocate_maxima(self, smem: SmemAllocator) -> cute.Tensor | None:
         """What consumers with parts of a group of columns tell each other of its rows, for an output in 8 bits."""
         return None
 

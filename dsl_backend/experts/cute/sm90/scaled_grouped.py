@@ -27,6 +27,7 @@ from dsl_backend.gemm.sm90.scaled_gemm import ScaledGemm
 from dsl_backend.gemm.views import bias_of
 from dsl_backend.primitives.accumulators import fence_register
 from dsl_backend.primitives.math import f32_to_e4m3
+from dsl_backend.primitives.moved import SmemAllocator
 from dsl_backend.primitives.pipeline import Pipeline
 
 # Of consumers and of the producer's four warps where these gather: with 40 they spilled 8 to 16 bytes.
@@ -79,7 +80,7 @@ class ScaledGroupedGemm(ScaledProduct, GroupedGemm, ScaledGemm):
         _, *operands = super().consumer_operands(tiled_mma, sX, sW_columns, 0, thread)
         return 0, *operands
 
-    def allocate_maxima(self, smem: cutlass.utils.SmemAllocator) -> cute.Tensor | None:
+    def allocate_maxima(self, smem: SmemAllocator) -> cute.Tensor | None:
         """Side by side: [row, consumer, parity of the tile], the largest magnitude of its columns of a row.
 
         While one consumer writes a tile's, the other one may still read those of the tile before.
