@@ -172,6 +172,9 @@ def judge(
     seconds: Annotated[float, typer.Option(min=0.1, help="Time limit of importing, preparing, or a launch.")] = 240.0,
     memory: Annotated[int, typer.Option(min=256, help="Memory limit of the candidate's process, in MiB.")] = 16 << 10,
     gpu_memory: Annotated[int, typer.Option(min=1024, help="Its limit of GPU memory, in MiB.")] = 16 << 10,
+    least_served: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the trials, and of the timed rows, that it must serve.")
+    ] = 0.5,
 ) -> None:
     """Check an unknown kernel in a process of its own, and time it. Exit status 1 if it is rejected."""
     found = importlib.import_module(f"{benchmarks().__name__}.judge")
@@ -183,6 +186,7 @@ def judge(
         seconds=seconds,
         memory_mib=memory,
         gpu_memory_mib=gpu_memory,
+        least_served=least_served,
     )
     attempt(lambda: found.main(candidate, op, json, options))
 

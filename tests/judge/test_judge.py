@@ -2,6 +2,7 @@
 """The judge tells honest candidates from cheating ones, and says why."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch
 from judge_candidates import CHEATING, HONEST, RIGHT, Candidate
 from rich.console import Console
+from typer.testing import CliRunner
 
 import benchmarks
 from benchmarks import judge, timing
@@ -28,6 +30,7 @@ from benchmarks.case import SMALLEST
 from benchmarks.command import operators as all_operators
 from benchmarks.judge import child, command, process, registry, shared, times
 from benchmarks.judge.watch import Watch
+from dsl_backend import cli
 from dsl_backend.providers import Launch
 
 # In `make test`. `make test-rest` has all the others but those of the emulator and of Triton's interpreter. Each of its
@@ -392,6 +395,29 @@ def test_nothing_of_a_candidate_runs_beside_its_peers(tmp_path: pathlib.Path, mo
     assert {cell["status"] for cell in verdict["rows"][0]["cells"]} == {"ok"}, text
     assert float(beats.read_text().splitlines()[-1]) < min(begun)
     assert any("went on working after its last answer" in one for one in verdict["findings"]), text
+
+
+def test_every_option_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = judge.Options(
+        arch="sm_90a",
+        seed=3,
+        rows="^tiny",
+        peers="torch",
+        seconds=9.0,
+        memory_mib=512,
+        gpu_memory_mib=2048,
+        least_served=0.7,
+    )
+    defaults = dataclasses.asdict(judge.Options())
+    assert all(value != defaults[name] for name, value in dataclasses.asdict(asked).items())
+    given: list[judge.Options] = []
+    monkeypatch.setattr(judge, "main", lambda candidate, op, json_path, options: given.append(options) or 0)
+    words = (
+        "judge it.py --op softmax --arch sm_90a --seed 3 --rows ^tiny --peers torch --seconds 9 --memory 512 "
+        "--gpu-memory 2048 --least-served 0.7"
+    )
+    result = CliRunner().invoke(cli.app, words.split())
+    assert (result.exit_code, given) == (0, [asked]), result.output
 
 
 @pytest.mark.rest
