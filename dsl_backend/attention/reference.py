@@ -173,13 +173,12 @@ def attention(
             rows = rows * own_scale(spec, q_scale, request).to(compute_dtype)[:, None, None]
         products = rows @ k.permute(1, 2, 0)[:, None]
         scores, keep = masked_scores(spec, batch, request, products, alibi_slopes)
+        logits = scores
         if sinks is not None:
             sink = sinks.to(compute_dtype).view(spec.heads_kv, spec.group, 1, 1).expand(-1, -1, q_len, 1)
-            probs = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
-            row_lse = torch.logaddexp(torch.logsumexp(scores, dim=-1), sink.squeeze(-1))
-        else:
-            probs = torch.softmax(scores, dim=-1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
-            row_lse = torch.logsumexp(scores, dim=-1)
+            logits = torch.cat([scores, sink], dim=-1)
+        probs = torch.softmax(logits, dim=-1).masked_fill((logits == -torch.inf).all(-1, keepdim=True), 0)
+        probs, row_lse = probs[..., :kv_len], torch.logsumexp(logits, dim=-1)
         product = product_pv(probs, v.transpose(0, 1)[:, None], keep)
         out[first:last] = product.permute(2, 0, 1, 3).flatten(1, 2)
         lse[first:last] = row_lse.permute(2, 0, 1).flatten(1, 2)

@@ -21,6 +21,11 @@ class RopeStyle(enum.Enum):
     GPTJ = "gptj"  # 2 i and 2 i + 1
 
 
+def check_norm_dtype(dtype: torch.dtype) -> None:
+    checks.dtype("norm_dtype", dtype)
+    require(dtype.is_floating_point, f"norm_dtype is {short(dtype)}: a floating-point dtype is needed")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """The static facts of one layer's queries and keys: all that dispatch decides by and kernels are compiled for.
@@ -48,7 +53,7 @@ class RopeSpec:
         checks.member("style", self.style, RopeStyle)
         checks.dtype("table_dtype", self.table_dtype, (self.layer.dtype, torch.float32))
         if self.norm_dtype is not None:
-            checks.dtype("norm_dtype", self.norm_dtype)
+            check_norm_dtype(self.norm_dtype)
         set_field("weight_offset", checks.number("weight_offset", self.weight_offset))
         require(not self.layer.mla, "absorbed MLA rotates a part of its own: MLARopeSpec is for it")
         require(self.layer.page_size is not None, "packed keys have no cache: paged keys are needed")
@@ -123,7 +128,7 @@ class MLARopeSpec:
         checks.instance("layer", self.layer, AttentionSpec)
         checks.member("style", self.style, RopeStyle)
         checks.dtype("table_dtype", self.table_dtype, (self.layer.dtype, torch.float32))
-        checks.dtype("norm_dtype", self.norm_dtype)
+        check_norm_dtype(self.norm_dtype)
         require(self.layer.mla, "keys and values of their own are not absorbed MLA's: RopeSpec is for them")
         require(self.layer.page_size is not None, "packed keys have no cache: paged keys are needed")
         require(

@@ -15,6 +15,8 @@ from dsl_backend.quant.format import E4M3, NVFP4, TENSOR_SCALED, KVFormat, Scale
 
 # How outputs may be quantised.
 OUTPUT_FORMATS = (TENSOR_SCALED, NVFP4)
+# Kernels compute c tanh(s / c) as c (1 - 2 / (e^(2s/c) + 1)) in float32: a score is wrong by up to c / 2^23.
+MOST_SOFTCAP = 1024.0
 
 
 class Causality(enum.Enum):
@@ -39,7 +41,8 @@ class AttentionSpec:
         dtype: of queries and outputs, unless these are quantised.
         q_dtype: torch.float8_e4m3fn where queries are quantised, which needs an fp8 or NVFP4 cache; None: as dtype.
         kv_dtype: of keys and values; equal to dtype, or torch.float8_e4m3fn or torch.float8_e5m2, or
-            torch.float4_e2m1fn_x2 for NVFP4 (`quant.format.KVFormat` says how it is stored).
+            torch.float4_e2m1fn_x2 for NVFP4 (`quant.format.KVFormat` says how it is stored). The reference alone has
+            keys of another floating-point dtype.
         out_format: how outputs are quantised: `quant.format.TENSOR_SCALED` (e4m3, one scale) or `NVFP4` (scales of 16
             columns in the order of SM100's matrix products, rows of all heads one behind another); None: they are of
             dtype.
@@ -48,7 +51,7 @@ class AttentionSpec:
         scale: multiplies q·k.
         causality: which keys a position may see.
         window_left, window_right: keys visible before and after the position; None is unbounded.
-        softcap: c > 0 replaces a score s by c·tanh(s / c); 0 is off.
+        softcap: c > 0, at most 1024, replaces a score s by c·tanh(s / c); 0 is off.
         sinks: each query head has a logit that joins the softmax's denominator and attends to nothing.
         alibi: each query head has a slope; -slope·|position - j| is added to the score (Press et al., 2022).
         mla: absorbed MLA: the value of a key is its own first head_dim_v elements.
@@ -85,6 +88,10 @@ class AttentionSpec:
             set_field(name, value if value is None else checks.integer(name, value, least))
         set_field("scale", checks.number("scale", self.scale))
         set_field("softcap", checks.number("softcap", self.softcap, 0))
+        require(
+            self.softcap <= MOST_SOFTCAP,
+            f"softcap is {self.softcap:g}: at most {MOST_SOFTCAP:g}, or 0 for scores without one, is possible",
+        )
         for name in ("dtype", "kv_dtype"):
             value = getattr(self, name)
             checks.dtype(name, value)
@@ -275,6 +282,14 @@ class Batch:
             # A batch is made in every step: a valid int is not stored again, which saves host time.
             if type(value) is not int or not 0 <= value <= checks.MOST:
                 object.__setattr__(self, name, checks.integer(name, value, 0))
+        if self.host_lengths is not None:
+            checks.instance("host_lengths", self.host_lengths, HostLengths)
+            for name, lengths in (("queries", self.host_lengths.queries), ("keys", self.host_lengths.keys)):
+                checks.instance(f"host_lengths.{name}", lengths, np.ndarray)
+                require(
+                    lengths.shape == (self.num_requests,),
+                    f"host_lengths.{name} has shape {lengths.shape}: ({self.num_requests},) is needed",
+                )
 
     @property
     def device(self) -> torch.device:

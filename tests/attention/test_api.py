@@ -15,7 +15,7 @@ from dsl_backend.attention import api, dispatch
 from dsl_backend.attention.dispatch import Operation
 from dsl_backend.attention.plan import Planner
 from dsl_backend.attention.reference import ReferenceKernel
-from dsl_backend.attention.spec import AttentionSpec, Batch, Causality
+from dsl_backend.attention.spec import AttentionSpec, Batch, Causality, HostLengths
 from dsl_backend.errors import InvalidInput, Unsupported, by_reason
 from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.target import Target, cpu_target, from_arch
@@ -58,6 +58,7 @@ def spec(**facts: Any) -> AttentionSpec:
         ({"softcap": -1.0}, "softcap is -1.0: a finite number of at least 0 is needed"),
         ({"softcap": math.inf}, "softcap is inf: a finite number of at least 0 is needed"),
         ({"softcap": None}, "softcap is None: a finite number of at least 0 is needed"),
+        ({"softcap": 1e5}, "softcap is 100000: at most 1024, or 0 for scores without one, is possible"),
         ({"window_left": -1}, "window_left is -1: an integer from 0"),
         ({"window_left": 1.5}, "window_left is 1.5: an integer from 0"),
         ({"window_left": True}, "window_left is True: an integer from 0"),
@@ -121,6 +122,9 @@ def ints(*shape: int) -> torch.Tensor:
         (CASE, change(max_query_len=3.0), "max_query_len is 3.0: an integer from 0"),
         (CASE, change(max_seq_len=-5), "max_seq_len is -5: an integer from 0"),
         (CASE, change(max_seq_len=None), "max_seq_len is None: an integer from 0"),
+        (CASE, change(host_lengths=3), "host_lengths is 3: a HostLengths is needed"),
+        (CASE, change(host_lengths=HostLengths([1, 2], numpy.ones(2))), "host_lengths.queries is [1, 2]: a ndarray is needed"),
+        (CASE, change(host_lengths=HostLengths(numpy.ones(2), numpy.ones(3))), "keys has shape (3,): (2,) is needed"),
         (CASE, change(seq_lens=[20, 3]), "seq_lens is a list: a tensor is needed"),
         (CASE, change(query_start_loc=None), "query_start_loc is None: a tensor is needed"),
         (CASE, change(block_table="pages"), "block_table is 'pages': a tensor is needed"),

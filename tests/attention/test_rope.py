@@ -302,6 +302,7 @@ def test_every_random_problem_is_served(arch: str) -> None:
     [
         ({"rotary_dim": 66}, "rotary_dim is 66: an even number up to the head size, 64, is needed"),
         ({"rotary_dim": 7}, "rotary_dim is 7: an even number up to the head size"),
+        ({"norm_dtype": torch.int8}, "norm_dtype is int8: a floating-point dtype is needed"),
         ({"table_dtype": F16}, "table_dtype is float16"),
         ({"style": "neox"}, "style is 'neox'"),
         ({"layer": replace(BY_ID["llama"].spec.layer, page_size=None)}, "packed keys have no cache"),

@@ -98,9 +98,12 @@ def finalize(
     """
     rescale = cutlass.Float32(1.0)
     if cutlass.const_expr(sink is not None):
-        row_max_sink = cute.arch.fmax(row_max, sink * LOG2_E)
-        rescale = exp2(row_max - row_max_sink)
-        row_sum = row_sum * rescale + exp2(sink * LOG2_E - row_max_sink)
+        sink_log2 = sink * LOG2_E
+        row_max_sink = cute.arch.fmax(row_max, sink_log2)
+        # A row without a key, and a sink that is none.
+        shift = finite_or_zero(row_max_sink)
+        rescale = exp2(row_max - shift)
+        row_sum = row_sum * rescale + exp2(sink_log2 - shift)
         row_max = row_max_sink
     # row_sum is 0 if the row saw no key; NaN stays NaN.
     out_scale = cutlass.Float32(0.0) if row_sum == 0.0 else rescale / row_sum

@@ -419,8 +419,10 @@ def normalizer(row_max, row_sum, keep, head, request, scores, LAYER):
     if scores.args.sinks is not None:
         sink = tl.load(scores.args.sinks + head, mask=keep, other=0.0).to(tl.float32) * LOG2E
         new_max = tl.maximum(row_max, sink)
-        acc_scale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * acc_scale + tl.exp2(sink - new_max)
+        # A row without a key, and a sink that is none.
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+        acc_scale = tl.exp2(row_max - shift)
+        row_sum = row_sum * acc_scale + tl.exp2(sink - shift)
         row_max = new_max
     # row_sum is 0 where a row saw no key; a NaN stays one.
     factor = tl.where(row_sum == 0.0, 0.0, acc_scale / row_sum)
