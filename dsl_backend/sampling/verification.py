@@ -19,7 +19,7 @@ from dsl_backend.checks import require, short
 from dsl_backend.errors import InvalidInput
 from dsl_backend.runtime.target import Target, cuda_index, detect
 from dsl_backend.sampling import verification_dispatch
-from dsl_backend.sampling.spec import LOGITS_DTYPES, Kept, Parameters, Sampled
+from dsl_backend.sampling.spec import LOGITS_DTYPES, TOKEN_DTYPES, Kept, Parameters, Sampled
 from dsl_backend.sampling.verification_spec import (
     NO_TOKEN,
     Distributions,
@@ -27,6 +27,7 @@ from dsl_backend.sampling.verification_spec import (
     Known,
     VerificationSpec,
     Verified,
+    check_vector,
 )
 
 __all__ = [
@@ -40,6 +41,16 @@ __all__ = [
     "plan",
     "run",
 ]
+
+
+# Of each tensor of Kept.
+KEPT_DTYPES = {
+    "references": torch.float32,
+    "normals": torch.int64,
+    "pivots": torch.int64,
+    "tie_ids": torch.int32,
+    "min_probs": torch.int64,
+}
 
 
 class Kernel(Protocol):
@@ -115,8 +126,9 @@ def run(
     """Verify a step's drafts. It does not synchronize with the GPU or allocate memory.
 
     Args:
-        drawn: what the sampler drew from the rows' logits. Where distributions are known, with what the filters keep
-            (`api.run`'s `kept`), also of rows without filters: launches find it otherwise.
+        drawn: what the sampler drew from the rows' logits: tokens [rows], int64 or int32, contiguous. Where
+            distributions are known, with what the filters keep (`api.run`'s `kept`), also of rows without filters:
+            launches find it otherwise.
         parameters: that the sampler drew with. Without distributions they are not read.
         logits: that the sampler drew from, [rows, vocab] of any of its dtypes, at any row stride. Needed where
             distributions are known, and else not read.
@@ -125,12 +137,16 @@ def run(
         Views of the plan's buffers, which its next step overwrites.
 
     Raises:
-        InvalidInput: a shape, dtype, stride or device does not match.
+        InvalidInput: an argument has another type, or a shape, dtype, stride or device does not match; from the
+            reference, which reads values, also those that `Drafts` and `Distributions` do not allow.
     """
     checks.instance("plan", plan, VerificationPlan)
+    checks.instance("drawn", drawn, Sampled)
     checks.instance("drafts", drafts, Drafts)
     checks.tensor("tokens", drawn.tokens)
-    rows = drawn.tokens.shape[0]
+    rows = drawn.tokens.shape[0] if drawn.tokens.dim() == 1 else None
+    check_vector("tokens", drawn.tokens, rows, TOKEN_DTYPES, plan.device)
+    assert rows is not None, "checked above"
     require(rows <= plan.max_rows, f"{rows} rows exceed the plan's max_rows, {plan.max_rows}")
     drafts.check(plan.spec, rows, plan.device)
     require(
@@ -139,6 +155,7 @@ def run(
     )
     if plan.spec.known is not Known.TOKENS:
         check_logits(logits, rows, plan)
+        checks.instance("parameters", parameters, Parameters)
         parameters.check(rows, plan.device)
         check_kept(drawn.kept, rows, plan.device)
     out = Verified(*(tensor[: drafts.requests] for tensor in plan.results))
@@ -149,9 +166,11 @@ def run(
 
 def check_kept(kept: Kept | None, rows: int, device: torch.device) -> None:
     """Raise InvalidInput where what the filters keep is not of the rows."""
-    for name, tensor in () if kept is None else kept._asdict().items():
-        if tensor.shape != (rows,) or tensor.device != device:
-            raise InvalidInput(f"{name} are {tuple(tensor.shape)} on {tensor.device}: [{rows}] on {device} is needed")
+    if kept is None:
+        return
+    checks.instance("kept", kept, Kept)
+    for name, dtype in KEPT_DTYPES.items():
+        check_vector(name, getattr(kept, name), rows, (dtype,), device)
 
 
 def check_logits(logits: torch.Tensor | None, rows: int, plan: VerificationPlan) -> None:

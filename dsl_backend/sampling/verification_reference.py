@@ -25,8 +25,11 @@ The random bits U of the test and those of the second draw are not the sampler's
 `position + RATIO_TEST` and `position + RESIDUAL` (verification_random.py).
 """
 
+import itertools
+
 import torch
 
+from dsl_backend.checks import require
 from dsl_backend.runtime.target import Target
 from dsl_backend.sampling import fixed_point, reference
 from dsl_backend.sampling.spec import Parameters, Sampled
@@ -126,8 +129,10 @@ def row_results(
 def ratio_of_rows(
     logits: torch.Tensor, parameters: Parameters, known: Distributions, draft: torch.Tensor, kind: Known
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    index = known.index.long().clamp(0, len(known.values) - 1)
-    q = draft_probs(known.values[index], parameters.temperature, kind)
+    # Without a draft there may be no distribution, and rows have a meaningless one.
+    values = known.values if len(known.values) else known.values.new_zeros(1, known.values.shape[1])
+    index = known.index.long().clamp(0, len(values) - 1)
+    q = draft_probs(values[index], parameters.temperature, kind)
     return ratio_test(target_probs(logits, parameters), q, draft, parameters)
 
 
@@ -157,8 +162,32 @@ def verify(
     return out, ((num_accepted + 1) * (num_drafts >= 0)).squeeze(1).int()
 
 
+def check_values(drafts: Drafts, spec: VerificationSpec, rows: int) -> None:
+    """Raise InvalidInput where values are none that `Drafts` and `Distributions` allow."""
+    bounds, least = drafts.cu_rows.tolist(), 0
+    for place, bound in enumerate(bounds):
+        require(
+            least <= bound <= rows,
+            f"cu_rows[{place}] is {bound}: {least} to {rows} are possible, with {rows} rows and none decreasing",
+        )
+        least = bound
+    known = drafts.distributions
+    index, count = ([], 0) if known is None else (known.index.tolist(), len(known.values))
+    for request, (first, end) in enumerate(itertools.pairwise(bounds)):
+        require(
+            end - first - 1 <= spec.max_drafts,
+            f"request {request} has {end - first - 1} drafts: the spec's max_drafts, {spec.max_drafts}, are the most",
+        )
+        for row in range(first, end - 1) if known else ():
+            require(
+                0 <= index[row] < count,
+                f"index[{row}] is {index[row]}, of a draft of request {request}: a row of values is needed, which has "
+                f"{count}",
+            )
+
+
 class ReferenceVerifier:
-    """The definition as a kernel, for CPUs."""
+    """The definition as a kernel, for CPUs. It refuses values that would have kernels read out of bounds."""
 
     def __init__(
         self, spec: VerificationSpec, target: Target, max_requests: int, max_rows: int, device: torch.device
@@ -168,6 +197,7 @@ class ReferenceVerifier:
     def launch(
         self, drawn: Sampled, parameters: Parameters, drafts: Drafts, logits: torch.Tensor | None, out: Verified
     ) -> None:
+        check_values(drafts, self.spec, len(drawn.tokens))
         tokens, counts = verify(drawn, parameters, drafts, self.spec, logits)
         out.tokens.copy_(tokens)
         out.counts.copy_(counts)

@@ -67,10 +67,14 @@ class VerificationSpec:
 class Distributions:
     """The distributions that drafts were drawn from.
 
+    Each draft has a row of `values`. The reference refuses an index below 0 or from n on with InvalidInput; on a GPU
+    values are not read on the host, and a kernel reads out of bounds.
+
     Attributes:
         values: [n, draft vocab], logits before the temperature, or float32 probabilities. The draft vocabulary is the
             first part of the target's, or all of it.
-        index: int32 or int64 [rows]: the row of `values` of each row's draft. It is not read for a request's last row.
+        index: int32 or int64 [rows]: the row of `values` of each row's draft, from 0 to n - 1. It is not read for a
+            request's last row.
     """
 
     values: torch.Tensor
@@ -81,10 +85,16 @@ class Distributions:
 class Drafts:
     """The drafts of a step, by rows of logits. A request with n drafts has n + 1 adjacent rows.
 
+    The reference refuses `cu_rows` that decrease, that are not from 0 to the number of rows, or of a request with more
+    than the spec's max_drafts, with InvalidInput. On a GPU they are not read on the host. A kernel reads or writes out
+    of bounds for rows that do not exist, takes a request that ends before it begins for one without rows, and leaves
+    out the drafts past max_drafts.
+
     Attributes:
         inputs: int32 or int64 [rows]: the token that precedes each row's. The draft of a row is the input of its
             request's next row. A negative draft, or one beyond the vocabulary, is never accepted.
-        cu_rows: int32 [requests + 1]: the first row of each request, and the end. A request may have no row.
+        cu_rows: int32 [requests + 1]: the first row of each request, and the end; no decreasing numbers, from 0 to
+            rows. A request may have no row, and at most max_drafts + 1.
         distributions: None where only tokens are known.
     """
 
@@ -109,6 +119,7 @@ class Drafts:
         )
         if known is None:
             return
+        checks.instance("distributions", known, Distributions)
         checks.tensor("values", known.values)
         check_vector("index", known.index, rows, (torch.int32, torch.int64), device)
         values = known.values
@@ -116,18 +127,20 @@ class Drafts:
         if not fits or values.stride(1) != 1 or values.device != device:
             raise InvalidInput(
                 f"values are {short(values.dtype)} {tuple(values.shape)} on {values.device}: "
-                f"{short(spec.draft_dtype)} [n, at most {spec.vocab}] on {device} is needed"
+                f"{short(spec.draft_dtype)} [n, at most {spec.vocab}] with contiguous rows on {device} is needed"
             )
 
 
 def check_vector(
-    name: str, tensor: torch.Tensor, length: int, dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str, tensor: torch.Tensor, length: int | None, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
+    """Raise InvalidInput unless the tensor is a vector as wanted; without a length no tensor is."""
     checks.tensor(name, tensor)
     if tensor.shape != (length,) or not tensor.is_contiguous() or tensor.dtype not in dtypes:
         names = " or ".join(map(short, dtypes))
         raise InvalidInput(
-            f"{name} is {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous [{length}] of {names} is needed"
+            f"{name} is {short(tensor.dtype)} {tuple(tensor.shape)}: contiguous "
+            f"[{'rows' if length is None else length}] of {names} is needed"
         )
     require(tensor.device == device, f"{name} is on {tensor.device}: {device} is needed")
 
