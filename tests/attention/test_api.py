@@ -123,7 +123,7 @@ def ints(*shape: int) -> torch.Tensor:
         (CASE, change(max_seq_len=-5), "max_seq_len is -5: an integer from 0"),
         (CASE, change(max_seq_len=None), "max_seq_len is None: an integer from 0"),
         (CASE, change(host_lengths=3), "host_lengths is 3: a HostLengths is needed"),
-        (CASE, change(host_lengths=HostLengths([1, 2], numpy.ones(2))), "host_lengths.queries is [1, 2]: a ndarray is needed"),
+        (CASE, change(host_lengths=HostLengths([1, 2], numpy.ones(2))), "queries is [1, 2]: a ndarray is needed"),
         (CASE, change(host_lengths=HostLengths(numpy.ones(2), numpy.ones(3))), "keys has shape (3,): (2,) is needed"),
         (CASE, change(seq_lens=[20, 3]), "seq_lens is a list: a tensor is needed"),
         (CASE, change(query_start_loc=None), "query_start_loc is None: a tensor is needed"),
