@@ -5,7 +5,19 @@ from typing import NamedTuple
 
 import torch
 
-from dsl_backend.quant.format import E2M1_MAX, MXFP8, NVFP4, SWIZZLED_ROWS, ScaledFormat
+from dsl_backend import checks
+from dsl_backend.checks import require, short
+from dsl_backend.errors import InvalidInput
+from dsl_backend.quant.format import (
+    BLOCK_SCALED_E8M0,
+    E2M1_MAX,
+    GROUP_SCALED_E8M0,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    SWIZZLED_ROWS,
+    ScaledFormat,
+)
 
 # Largest magnitudes below these count as these, so that a row or a group of zeros has a scale: the bounds of vLLM's
 # quantisation kernels.
@@ -19,6 +31,13 @@ class Quantized(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor
     kind: ScaledFormat
+
+
+def check_floats(x: torch.Tensor) -> None:
+    """Raises InvalidInput unless x is a matrix of floats."""
+    checks.tensor("x", x)
+    if not x.is_floating_point() or x.dim() != 2:
+        raise InvalidInput(f"x is {short(x.dtype)} {tuple(x.shape)}: floats [rows, columns] are needed")
 
 
 def column_major(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -48,7 +67,8 @@ def scales_of(x: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
     """The scales of a matrix in x's dtype, float32 or float64: the largest magnitude of a block / 448.
 
     NaN is left out; a block with an infinity has the scale infinity, and all its values become 0 or NaN. Powers of two
-    are rounded up; they are at least 2^-127 and at most 2^127, and NaN for infinity.
+    are rounded up; they are at least 2^-127 and at most 2^127, and NaN for infinity. What has no element has the scale
+    of zeros.
     """
     rows, columns = x.shape
     magnitudes = x.nan_to_num(0.0, torch.inf, -torch.inf).abs()
@@ -59,8 +79,11 @@ def scales_of(x: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
         padded[:rows, :columns] = magnitudes
         largest = padded.view(shape[0], height, shape[1], width).amax((1, 3))
         least = LEAST_OF_GROUP
+    elif kind.block_rows is None:
+        largest = magnitudes.amax().view(1) if magnitudes.numel() else magnitudes.new_zeros(1)
+        least = LEAST_OF_ROW
     else:
-        largest = magnitudes.amax().view(1) if kind.block_rows is None else magnitudes.amax(1)
+        largest = magnitudes.amax(1) if columns else magnitudes.new_zeros(rows)
         least = LEAST_OF_ROW
     scale = largest.clamp(min=least) / kind.largest
     return scale if kind.scales == torch.float32 else torch.exp2(scale.log2().ceil().clamp(min=-127))
@@ -75,10 +98,25 @@ def stored(x: torch.Tensor, scale: torch.Tensor, kind: ScaledFormat) -> torch.Te
 
 
 def quantized(x: torch.Tensor, kind: ScaledFormat, scale: torch.Tensor | None = None) -> Quantized:
-    """A matrix of any dtype, quantised in float32; by these scales, or by those of its largest magnitudes.
+    """A matrix of floats, quantised in float32; by these scales, or by those of its largest magnitudes.
 
     Scales of groups of columns are column-major.
+
+    Args:
+        x: [rows, columns], of any dtype of floats.
+        kind: a format of e4m3 whose scales lie in order; `mma_quantized` serves those of SM100's matrix products.
+        scale: `kind.scale_shape(rows, columns)`, in the format's dtype of scales.
+
+    Raises:
+        InvalidInput: an argument does not fit; the message names it.
     """
+    check_floats(x)
+    checks.instance("kind", kind, ScaledFormat)
+    if kind.swizzled or kind.packed > 1:
+        other = "pack_experts" if kind.tiled else "mma_quantized"
+        raise InvalidInput(f"kind is {kind}: e4m3 with scales in order is needed here, use {other} for {kind}")
+    if scale is not None:
+        check_scale("scale", scale, kind, x)
     wide = x.float()
     if scale is None:
         scale = scales_of(wide, kind)
@@ -87,6 +125,18 @@ def quantized(x: torch.Tensor, kind: ScaledFormat, scale: torch.Tensor | None = 
             scale = found.copy_(scale)
         scale = scale.to(kind.scales)
     return Quantized(stored(wide, scale, kind), scale, kind)
+
+
+def check_scale(name: str, scale: torch.Tensor, kind: ScaledFormat, matrix: torch.Tensor) -> None:
+    """Raises InvalidInput unless these may be the scales of the matrix in this format."""
+    checks.tensor(name, scale)
+    wanted = kind.scale_shape(*matrix.shape)
+    if scale.shape != wanted or scale.dtype != kind.scales:
+        raise InvalidInput(
+            f"{name} is {short(scale.dtype)} {tuple(scale.shape)}: {short(kind.scales)} {list(wanted)} is needed for "
+            f"{kind} of {tuple(matrix.shape)}"
+        )
+    require(scale.device == matrix.device, f"{name} is on {scale.device}, the matrix on {matrix.device}")
 
 
 # Swizzled scales, and elements of 4 bits
@@ -147,10 +197,27 @@ def unpacked_e2m1(values: torch.Tensor, dtype: torch.dtype = torch.float64) -> t
 
 
 def mma_quantized(x: torch.Tensor, kind: ScaledFormat, global_scale: float | torch.Tensor = 1.0) -> Quantized:
-    """A matrix of any dtype in MXFP8, MXFP4 or NVFP4; values times block scales times the global scale are x.
+    """A matrix of floats in MXFP8, MXFP4 or NVFP4; values times block scales times the global scale are x.
 
     Arithmetic is that of kernels: a value is multiplied with the inverse of both scales, in float32.
+
+    Args:
+        x: [rows, columns], of any dtype of floats; in MXFP4 and NVFP4 an even number of columns.
+        global_scale: a number, or a tensor of one.
+
+    Raises:
+        InvalidInput: an argument does not fit; the message names it.
     """
+    check_floats(x)
+    checks.instance("kind", kind, ScaledFormat)
+    if not kind.swizzled:
+        raise InvalidInput(f"kind is {kind}: one of {MXFP8}, {MXFP4}, {NVFP4} is needed, use quantized for others")
+    if x.shape[1] % kind.packed:
+        raise InvalidInput(f"x has {x.shape[1]} columns: a multiple of {kind.packed} is needed, {kind} packs them")
+    if not isinstance(global_scale, torch.Tensor):
+        checks.number("global_scale", global_scale)
+    elif global_scale.numel() != 1:
+        raise InvalidInput(f"global_scale has shape {tuple(global_scale.shape)}: one number is needed")
     scale = mma_scales_of(x, kind, global_scale)
     return Quantized(mma_stored(x, scale, kind, global_scale), swizzled(scale), kind)
 
@@ -184,11 +251,22 @@ def mma_stored(
 
 
 def in_mxfp8(matrix: Quantized) -> Quantized:
-    """The same matrix in MXFP8: e4m3 in blocks, 128 columns wide, whose scales are powers of two."""
+    """The same matrix in MXFP8: e4m3 in blocks, 128 columns wide, whose scales are powers of two.
+
+    Raises:
+        InvalidInput: the matrix is in another format, or its values or scales are not of the format.
+    """
+    checks.instance("matrix", matrix, Quantized)
     values, scale, kind = matrix
+    checks.instance("matrix.kind", kind, ScaledFormat)
+    accepted = (GROUP_SCALED_E8M0, BLOCK_SCALED_E8M0)
+    require(kind in accepted, f"matrix.kind is {kind}: one of {', '.join(map(str, accepted))} is needed")
+    checks.tensor("matrix.values", values)
+    checks.dtype("dtype of matrix.values", values.dtype, (kind.values,))
+    require(values.dim() == 2, f"matrix.values has shape {tuple(values.shape)}: [rows, columns] is needed")
+    check_scale("matrix.scale", scale, kind, values)
     rows, columns = values.shape
     assert kind.block_columns is not None
-    assert kind.scales == MXFP8.scales
     assert MXFP8.block_columns is not None
     blocks = -(-columns // MXFP8.block_columns)
     by_row = scale.contiguous().view(torch.uint8).repeat_interleave(kind.block_rows or max(1, rows), 0)[:rows]

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of quantised operands: formats, checks, the reference, and what torch.compile sees."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,10 +21,11 @@ from dsl_backend.linear.scaled.api import (
     TENSOR_SCALED,
     Quantized,
     Swiglu,
+    in_mxfp8,
     quantized,
 )
 from dsl_backend.linear.scaled.reference import exact
-from dsl_backend.quant.format import ScaledFormat
+from dsl_backend.quant.format import ScaledFormat, scaled_format
 from dsl_backend.quant.reference import column_major, dequantized, mma_dequantized, mma_quantized, scales_of
 
 FORMATS = tuple(dict.fromkeys(kind for pair in PAIRS for kind in pair))
@@ -170,6 +175,8 @@ WRONG = {
     "x is e4m3-row and the weight e4m3-128x128": lambda: api.scaled_linear(
         quantized(torch.ones(5, 272), ROW_SCALED), WEIGHT
     ),
+    "to is None: a ScaledFormat is needed": lambda: api.scaled_linear_quantized(X, WEIGHT, to=None),  # type: ignore[arg-type]
+    "to is 'nvfp4': a ScaledFormat is needed": lambda: api.scaled_linear_quantized(X, WEIGHT, to="nvfp4"),  # type: ignore[arg-type]
     "dtype is float32": lambda: api.scaled_linear(X, WEIGHT, dtype=torch.float32),
     "activation is 'silu'": lambda: api.scaled_linear(X, WEIGHT, activation="silu"),  # type: ignore[arg-type]
     "scaled_linear has no kernel 'fastest'": lambda: api.scaled_linear(X, WEIGHT, kernel="fastest"),
@@ -180,6 +187,66 @@ WRONG = {
 def test_what_does_not_fit_is_named(message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         WRONG[message]()
+
+
+ONES = torch.ones(4, 64)
+TILED = scaled_format("mxfp4-tiled")
+Given = tuple[Callable[..., Quantized], tuple[Any, ...]]
+NOT_QUANTIZED: dict[str, Given] = {
+    "kind is nvfp4: e4m3 with scales in order is needed here, use mma_quantized for nvfp4": (quantized, (ONES, NVFP4)),
+    "kind is mxfp8: e4m3 with scales in order is needed here, use mma_quantized for mxfp8": (quantized, (ONES, MXFP8)),
+    "kind is mxfp4-tiled: e4m3 with scales in order is needed here, use pack_experts": (quantized, (ONES, TILED)),
+    "kind is 'row': a ScaledFormat is needed": (quantized, (ONES, "row")),
+    "x is a list: a tensor is needed": (quantized, ([1.0], ROW_SCALED)),
+    "x is float32 (64,): floats [rows, columns] are needed": (quantized, (ONES[0], ROW_SCALED)),
+    "x is int32 (4, 64): floats [rows, columns] are needed": (quantized, (ONES.int(), ROW_SCALED)),
+    "scale is a float: a tensor is needed": (quantized, (ONES, TENSOR_SCALED, 1.0)),
+    "scale is float32 (3,): float32 [4] is needed for e4m3-row of (4, 64)": (
+        quantized,
+        (ONES, ROW_SCALED, torch.ones(3)),
+    ),
+    "scale is float16 (4,): float32 [4]": (quantized, (ONES, ROW_SCALED, torch.ones(4).half())),
+    "kind is e4m3-row: one of mxfp8, mxfp4, nvfp4 is needed, use quantized for others": (
+        mma_quantized,
+        (ONES, ROW_SCALED),
+    ),
+    "kind is None: a ScaledFormat is needed": (mma_quantized, (ONES, None)),
+    "x has 33 columns: a multiple of 2 is needed, nvfp4 packs them": (mma_quantized, (ONES[:, :33], NVFP4)),
+    "x is float32 (64,): floats": (mma_quantized, (ONES[0], NVFP4)),
+    "global_scale is None: a finite number is needed": (mma_quantized, (ONES, NVFP4, None)),
+    "global_scale has shape (2,): one number is needed": (mma_quantized, (ONES, NVFP4, torch.ones(2))),
+    "matrix is a Tensor: a Quantized is needed": (in_mxfp8, (ONES,)),
+    "matrix.kind is e4m3-row: one of e4m3-1x128-e8m0, e4m3-128x128-e8m0 is needed": (
+        in_mxfp8,
+        (quantized(ONES, ROW_SCALED),),
+    ),
+    "matrix.values is None: a tensor is needed": (
+        in_mxfp8,
+        (quantized(ONES, GROUP_SCALED_E8M0)._replace(values=None),),  # type: ignore[arg-type]
+    ),
+    "matrix.scale is float8_e8m0fnu (3, 1): float8_e8m0fnu [4, 1] is needed": (
+        in_mxfp8,
+        (quantized(ONES, GROUP_SCALED_E8M0)._replace(scale=quantized(ONES[:3], GROUP_SCALED_E8M0).scale),),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", NOT_QUANTIZED)
+def test_what_cannot_be_quantized_is_named(message: str) -> None:
+    function, given = NOT_QUANTIZED[message]
+    with pytest.raises(InvalidInput, match=re.escape(message)):
+        function(*given)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=str)
+def test_matrices_without_elements(kind: ScaledFormat) -> None:
+    """One scale of all of a batch is that of zeros, as is one of a row without columns."""
+    for shape in ((0, 64), (4, 0), (0, 0)):
+        found = quantized(torch.ones(shape), kind)
+        assert found.values.shape == shape
+        assert found.scale.shape == kind.scale_shape(*shape)
+        if not kind.blocked:
+            assert found.scale.equal(torch.full_like(found.scale, 1 / 512 / 448))
 
 
 def test_scales_by_columns_are_recognised() -> None:

@@ -11,6 +11,7 @@ propagate, through an output in e4m3 as NaN or as saturated values: it has no in
 
 import torch
 
+from dsl_backend import checks
 from dsl_backend.checks import shown
 from dsl_backend.errors import InvalidInput
 from dsl_backend.gemm.activation import SWIGLU_OAI, Activation, Geglu, Swiglu
@@ -113,9 +114,10 @@ def scaled_linear_quantized(
             out_scale, and for NVFP4, whose values are result / (scale of the block * out_scale). None for all others.
         dtype: of the bias.
     """
+    checks.instance("to", to, ScaledFormat)
     how = How(dtype, activation, interleaved, to, batch_invariant, kernel)
     out, scale = called(x, weight, bias, out_scale, how, alpha)
-    assert scale is not None
+    assert scale is not None, "of an output in a format"
     return Quantized(out, scale, to)
 
 
