@@ -7,6 +7,9 @@ up rows' follow, each padded to 128s of rows, however the rows of the weights li
 
 import torch
 
+from dsl_backend import checks
+from dsl_backend.checks import require
+from dsl_backend.quant.format import MXFP4, NVFP4
 from dsl_backend.quant.reference import swizzled, unswizzled
 
 
@@ -21,8 +24,21 @@ def mma_scales(scale: torch.Tensor, *, parts: int = 1, interleaved: bool = False
     """Scales [E, rows, blocks] of weights in MXFP8, MXFP4 or NVFP4, as a checkpoint has them, for `ExpertsScales`.
 
     Args:
+        scale: in the format's dtype of scales, or their bytes.
         parts: 2 of w13, whose gate and up rows are apart, or alternate with `interleaved`.
+
+    Raises:
+        InvalidInput: an argument does not fit; the message names it.
     """
+    checks.tensor("scale", scale)
+    checks.integer("parts", parts, 1, 2)
+    checks.flag("interleaved", interleaved)
+    checks.dtype("dtype of scale", scale.dtype, (torch.uint8, MXFP4.scales, NVFP4.scales))
+    require(
+        scale.dim() == 3 and scale.numel() > 0,
+        f"scale has shape {tuple(scale.shape)}: [experts, rows, blocks] is needed, and no size may be 0",
+    )
+    require(scale.shape[1] % parts == 0, f"scale has {scale.shape[1]} rows: gate and up rows are equally many")
     return torch.stack([torch.cat([swizzled(part) for part in parts_of(one, parts, interleaved)]) for one in scale])
 
 

@@ -51,6 +51,8 @@ def packed_shape(rows: int, columns: int) -> tuple[int, int, int]:
 
 def check_parts(weight: torch.Tensor, scale: torch.Tensor) -> None:
     """Raises InvalidInput: these are not MXFP4 weights of a checkpoint, or have a scale that no kernel has."""
+    checks.tensor("weight", weight)
+    checks.tensor("scale", scale)
     checks.dtype("dtype of weight", weight.dtype, (torch.uint8,))
     checks.dtype("dtype of scale", scale.dtype, (torch.uint8, MXFP4_TILED.scales))
     require(
@@ -142,10 +144,20 @@ def pack_experts(
         parts: 2 of w13, whose gate and up rows are apart, or alternate with `interleaved`.
 
     Raises:
-        InvalidInput: as `pack`.
+        InvalidInput: as `pack`; or weights are not of experts, or have no gate and up rows.
     """
-    require(weight.dim() == 3, f"weight has shape {tuple(weight.shape)}: [experts, rows, columns / 2] is needed")
-    require(weight.shape[:1] == scale.shape[:1], f"scale is of {len(scale)} experts: {len(weight)} have weights")
+    checks.tensor("weight", weight)
+    checks.tensor("scale", scale)
+    checks.integer("parts", parts, 1, 2)
+    checks.flag("interleaved", interleaved)
+    require(
+        weight.dim() == 3 and weight.shape[0] > 0,
+        f"weight has shape {tuple(weight.shape)}: [experts, rows, columns / 2] is needed",
+    )
+    require(
+        scale.dim() == 3 and scale.shape[0] == weight.shape[0],
+        f"scale has shape {tuple(scale.shape)}: [{weight.shape[0]}, rows, columns / {BLOCK_COLUMNS}] is needed",
+    )
     require(
         parts == 1 or weight.shape[1] % 2 == 0, f"weight has {weight.shape[1]} rows: gate and up rows are equally many"
     )

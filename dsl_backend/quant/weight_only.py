@@ -20,6 +20,7 @@ products need, so that one copy brings it:
 Rows and columns that are missing at the edges have scales and weights of zero.
 """
 
+import numbers
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,8 @@ from dsl_backend import checks
 from dsl_backend.checks import require, short
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
+# Rows and columns of a weight come by so many, as products take them.
+MULTIPLE = 8
 DTYPES = (torch.float16, torch.bfloat16)
 BITS = (4, 8)
 
@@ -47,7 +50,8 @@ class WeightOnlyFormat:
     zero_points: bool = False
 
     def __post_init__(self) -> None:
-        require(self.bits in BITS, f"bits is {self.bits!r}: one of 4, 8 is needed")
+        whole = isinstance(self.bits, numbers.Integral)
+        require(whole and self.bits in BITS, f"bits is {self.bits!r}: one of 4, 8 is needed")
         if self.group is not None:
             checks.integer("group", self.group, 1)
             require(
@@ -101,11 +105,19 @@ def base(dtype: torch.dtype) -> int:
 def check_parts(
     values: torch.Tensor, scale: torch.Tensor, zero_points: torch.Tensor | None, kind: WeightOnlyFormat
 ) -> None:
-    """Raises InvalidInput: these are not weights of this format."""
+    """Raises InvalidInput: these are not weights of this format, or no kernel multiplies them."""
+    checks.instance("kind", kind, WeightOnlyFormat)
+    for name, part in (("values", values), ("scale", scale), ("zero_points", zero_points)):
+        if name == "zero_points" and part is None:
+            continue
+        checks.tensor(name, part)
+        require(part.device == values.device, f"{name} is on {part.device}, values on {values.device}")
     require(values.dim() == 2, f"values has shape {tuple(values.shape)}: [n, k] is needed")
     checks.dtype("dtype of values", values.dtype, (torch.uint8,))
     require(values.numel() > 0, f"values has shape {tuple(values.shape)}: no size may be 0")
     n, k = values.shape
+    for size, what in ((n, "rows"), (k, "columns")):
+        require(size % MULTIPLE == 0, f"values has {size} {what}: a multiple of {MULTIPLE} is needed")
     checks.dtype("dtype of scale", scale.dtype, DTYPES)
     wanted = (n, kind.groups(k))
     require(tuple(scale.shape) == wanted, f"scale has shape {tuple(scale.shape)}: {wanted} is needed for {kind}")
@@ -156,10 +168,11 @@ def pack(
     """Packed weights, int32 `kind.packed_shape(n, k)`; see the module.
 
     Args:
-        values: uint8 [n, k]. scale: [n, groups], in the dtype of the activations. zero_points: uint8 [n, groups].
+        values: uint8 [n, k], both multiples of 8. scale: [n, groups], in the dtype of the activations. zero_points:
+            uint8 [n, groups].
 
     Raises:
-        InvalidInput: these are not weights of this format.
+        InvalidInput: these are not weights of this format, or n or k is no multiple of 8.
     """
     check_parts(values, scale, zero_points, kind)
     row_tiles, column_tiles, _ = kind.packed_shape(*values.shape)

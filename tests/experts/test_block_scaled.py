@@ -83,6 +83,26 @@ def test_scales_of_gate_and_up_rows_are_apart(parts: int, interleaved: bool) -> 
         assert row_scales(scale, 320, 5, parts=parts, interleaved=interleaved).equal(one)
 
 
+CODES = torch.zeros(2, 6, 4, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale": [1]}, "scale is a list: a tensor is needed"),
+        ({"scale": CODES[0]}, r"scale has shape \(6, 4\): \[experts, rows, blocks\] is needed"),
+        ({"scale": CODES[:0]}, r"scale has shape \(0, 6, 4\): .* no size may be 0"),
+        ({"scale": CODES.float()}, "dtype of scale is float32: one of uint8, float8_e8m0fnu, float8_e4m3fn is needed"),
+        ({"scale": CODES[:, :5], "parts": 2}, "scale has 5 rows: gate and up rows are equally many"),
+        ({"parts": 3}, "parts is 3: an integer from 1 to 2 is needed"),
+        ({"interleaved": 1}, "interleaved is 1: True or False is needed"),
+    ],
+)
+def test_what_has_no_scales_of_experts_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        mma_scales(**{"scale": CODES, **changed})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_judge_finds_scales_of_another_place(kind: ScaledFormat) -> None:
     case = replace(MX, weight=kind, hidden=256)

@@ -141,6 +141,34 @@ def test_weights_of_another_layout_are_refused(weight: torch.Tensor, scale: torc
         pack(weight, scale)
 
 
+BYTES = torch.zeros(2, 8, 32, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weight": [1]}, "weight is a list: a tensor is needed"),
+        ({"scale": [2]}, "scale is a list: a tensor is needed"),
+        ({"weight": BYTES[0]}, r"weight has shape \(8, 32\): \[experts, rows, columns / 2\] is needed"),
+        ({"weight": BYTES[:0], "scale": BYTES[:0, :, :2]}, r"weight has shape \(0, 8, 32\)"),
+        ({"scale": BYTES[0, :, :2]}, r"scale has shape \(8, 2\): \[2, rows, columns / 32\] is needed"),
+        ({"scale": BYTES[:1, :, :2]}, r"scale has shape \(1, 8, 2\): \[2, rows"),
+        ({"parts": 3}, "parts is 3: an integer from 1 to 2 is needed"),
+        ({"interleaved": "no"}, "interleaved is 'no': True or False is needed"),
+    ],
+)
+def test_weights_that_are_not_of_experts_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        pack_experts(**{"weight": BYTES, "scale": BYTES[:, :, :2], **changed})
+
+
+def test_parts_of_a_tile_are_tensors() -> None:
+    with pytest.raises(InvalidInput, match="weight is a list: a tensor is needed"):
+        pack([1], BYTES[0, :, :2])  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="scale is None: a tensor is needed"):
+        pack(BYTES[0], None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", WEIGHT_ONLY_CASES)
 def test_case(name: str) -> None:
     check_experts(WEIGHT_ONLY_CASES[name], "reference", "cpu")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.quant.weight_only import WeightOnlyFormat, base, by_tile, dequantized, pack, unpack
+from dsl_backend.gemm import weight_only
+from dsl_backend.quant.weight_only import MULTIPLE, WeightOnlyFormat, base, by_tile, dequantized, pack, unpack
 from dsl_backend.testing.weight_only import WeightOnlyCase, tensors
 
 KINDS = [
@@ -74,6 +75,8 @@ def test_dequantized(kind: WeightOnlyFormat) -> None:
     ("facts", "words"),
     [
         ({"bits": 3}, "bits is 3: one of 4, 8"),
+        ({"bits": 4.0}, "bits is 4.0: one of 4, 8"),
+        ({"bits": "4"}, "bits is '4': one of 4, 8"),
         ({"group": 64}, "group is 64: a multiple of 128"),
         ({"group": -1}, "group is -1"),
         ({"bits": 8, "zero_points": True}, "zero_points is True with 8 bits"),
@@ -92,6 +95,14 @@ def test_refused_formats(facts: dict, words: str) -> None:
         ({"values": torch.zeros(8, dtype=torch.uint8)}, r"values has shape \(8,\)"),
         ({"scale": torch.zeros(8, 2, dtype=torch.float16)}, r"scale has shape \(8, 2\): \(8, 3\) is needed"),
         ({"scale": torch.zeros(8, 3)}, "dtype of scale is float32"),
+        ({"values": [[1]]}, "values is a list: a tensor is needed"),
+        ({"scale": [1.0]}, "scale is a list: a tensor is needed"),
+        ({"scale": None}, "scale is None: a tensor is needed"),
+        ({"scale": torch.zeros(8, 3, dtype=torch.float16, device="meta")}, "scale is on meta, values on cpu"),
+        ({"zero_points": [1]}, "zero_points is a list: a tensor is needed"),
+        ({"kind": "int4"}, "kind is 'int4': a WeightOnlyFormat is needed"),
+        ({"values": torch.zeros(60, 384, dtype=torch.uint8)}, "values has 60 rows: a multiple of 8 is needed"),
+        ({"values": torch.zeros(8, 380, dtype=torch.uint8)}, "values has 380 columns: a multiple of 8 is needed"),
         ({"zero_points": None}, "zero_points is missing"),
         ({"zero_points": torch.zeros(3, 8, dtype=torch.uint8)}, r"zero_points has shape \(3, 8\)"),
     ],
@@ -101,4 +112,8 @@ def test_refused_weights(changed: dict, words: str) -> None:
     parts = tensors(WeightOnlyCase(rows=1, n=8, k=384, kind=kind), "cpu")._asdict()
     parts = {name: parts[name] for name in ("values", "scale", "zero_points")}
     with pytest.raises(InvalidInput, match=words):
-        pack(**parts | changed, kind=kind)
+        pack(**{**parts, "kind": kind, **changed})
+
+
+def test_packed_sizes_are_those_of_products() -> None:
+    assert MULTIPLE == weight_only.MULTIPLE
