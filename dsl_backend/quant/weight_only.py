@@ -107,11 +107,14 @@ def check_parts(
 ) -> None:
     """Raises InvalidInput: these are not weights of this format, or no kernel multiplies them."""
     checks.instance("kind", kind, WeightOnlyFormat)
-    for name, part in (("values", values), ("scale", scale), ("zero_points", zero_points)):
-        if name == "zero_points" and part is None:
-            continue
-        checks.tensor(name, part)
-        require(part.device == values.device, f"{name} is on {part.device}, values on {values.device}")
+    checks.tensor("values", values)
+    checks.tensor("scale", scale)
+    others = [("scale", scale)]
+    if zero_points is not None:
+        checks.tensor("zero_points", zero_points)
+        others.append(("zero_points", zero_points))
+    for name, tensor in others:
+        require(tensor.device == values.device, f"{name} is on {tensor.device}, values on {values.device}")
     require(values.dim() == 2, f"values has shape {tuple(values.shape)}: [n, k] is needed")
     checks.dtype("dtype of values", values.dtype, (torch.uint8,))
     require(values.numel() > 0, f"values has shape {tuple(values.shape)}: no size may be 0")
