@@ -304,14 +304,16 @@ def chosen(classes: Sequence[Class], pattern: str | None) -> list[Class]:
     """The classes whose names match a regular expression.
 
     Raises:
-        InvalidInput: no name matches, or the expression is not valid.
+        InvalidInput: there are no classes, no name matches, or the expression is not valid.
     """
+    if not classes:
+        raise InvalidInput("nothing can be tuned: no CuTe DSL kernel serves this GPU")
     try:
         found = [one for one in classes if re.search(pattern or "", one.name)]
     except re.error as error:
         raise InvalidInput(f"--classes {pattern!r} is not a regular expression: {error}") from None
     if not found:
-        known = "\n  ".join(one.name for one in classes) or "none: no CuTe DSL kernel serves this GPU"
+        known = "\n  ".join(one.name for one in classes)
         raise InvalidInput(f"--classes {pattern!r} matches none of\n  {known}")
     return found
 

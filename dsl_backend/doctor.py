@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
+from dsl_backend.runtime import cache, toolkit
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
-from dsl_backend.runtime import toolkit
 from dsl_backend.runtime.dispatch import Entry, judge, named
 from dsl_backend.runtime.family import Family
 from dsl_backend.runtime.target import Target
@@ -362,6 +362,23 @@ def cute_problems(target: Target) -> list[Problem]:
     ]
 
 
+def cache_problems(target: Target) -> list[Problem]:
+    """Why compiled kernels cannot be kept, where this target has any or the user named a folder.
+
+    The folder is made where it is missing, as a server would.
+    """
+    named = envs.CACHE_DIR.read() is not None
+    if not envs.CACHE.read() or not (named or target.kernel_arch):
+        return []
+    try:
+        cache.open_cache()
+    except cache.Rejected as reason:
+        what = f"compiled kernels cannot be kept in {cache.folder()}: {reason}"
+        remedy = f"{'correct or unset' if named else 'name another folder with'} {envs.CACHE_DIR.name}"
+        return [Problem(what=what, remedy=f"{remedy}: without one each process compiles its kernels")]
+    return []
+
+
 def usual_kernels(layers: Sequence[LayerReport]) -> list[str]:
     """For each operation that vLLM does not serve, the kernel that serves most layers."""
     served: dict[str, Counter[str]] = {}
@@ -400,7 +417,7 @@ def options_in(additional: str | None, problems: list[Problem]) -> options.Optio
             raise ValueError(f"--additional-config is {additional}: a JSON object is needed")
         return options.of(SimpleNamespace(additional_config=read))
     except json.JSONDecodeError as error:
-        what = f"--additional-config is not JSON: {error}"
+        what = f"--additional-config is {additional!r}: JSON text is needed, not a file's name: {error}"
     except ValueError as error:
         what = str(error)
     problems.append(Problem(what=what, remedy="correct --additional-config"))
@@ -430,7 +447,7 @@ def examined(arch: str | None, problems: list[Problem], given: options.Options) 
     known = families.load_all()
     tuned_configs = [tuned_configs_report(one, target) for family in known for one in family.tuned_configs]
     layers = [report for one in known for report in layer_reports(one, target, given)]
-    problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target)
+    problems = plugin.problems + problems + unserved(target, layers) + cute_problems(target) + cache_problems(target)
     broken = {
         what: next(filter(what.startswith, one.files), envs.TUNED_CONFIGS.name)
         for one in tuned_configs

@@ -361,7 +361,7 @@ class TestVerdict:
             ('{"dsl": {"mla_latent_queries": true}}', "mla_latent_queries: Input should be a valid integer, not True"),
             ('{"DSL": {"rope": "dsl"}}', "additional_config has the key 'DSL', which is not read: use 'dsl'"),
             ("[1]", "--additional-config is [1]: a JSON object is needed"),
-            ("{dsl}", "--additional-config is not JSON: "),
+            ("{dsl}", "--additional-config is '{dsl}': JSON text is needed, not a file's name: "),
         ],
     )
     def test_wrong_options(self, text: str, what: str) -> None:
@@ -530,6 +530,18 @@ def test_a_wrong_record_of_layers_in_8_bits_is_named(tmp_path: Path, monkeypatch
     (problem,) = found.pop("scaled-linear")
     assert problem.startswith(f"{path}: record 1: weight: format 'e4m3-rows' is not one of ")
     assert set(map(tuple, found.values())) == {()}
+
+
+def test_a_cache_that_cannot_be_used_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DSL_BACKEND_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    monkeypatch.delenv("DSL_BACKEND_CACHE", raising=False)
+    _, wrong, todo = verdict("--arch", "cpu", status=1)
+    assert wrong.startswith(f"wrong  compiled kernels cannot be kept in {tmp_path}/file/folder/kernels: ")
+    assert todo.startswith("to do  correct or unset DSL_BACKEND_CACHE_DIR: ")
+    # Switched off, it is none.
+    monkeypatch.setenv("DSL_BACKEND_CACHE", "0")
+    assert verdict("--arch", "cpu", status=0)[1] == "wrong  nothing"
 
 
 def test_a_missing_file_of_tuned_configs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def read(path: Path, *, tensor_parallel: int = 1, dtype: str | None = None) -> M
     try:
         config = json.loads(file.read_text())
     except OSError as error:
-        raise InvalidInput(f"model {str(path)!r}: {error.strerror}: give a config.json or a folder with one") from None
+        raise InvalidInput(f"model {str(file)!r}: {error.strerror}: give a config.json or a folder with one") from None
     except ValueError as error:
         raise InvalidInput(f"model {str(path)!r} is not JSON: {error}") from None
     if not isinstance(config, dict):

@@ -497,7 +497,7 @@ def test_a_gpu_that_is_taken_for_another_is_refused(gpu: None, monkeypatch: pyte
 def test_a_gpu_without_kernels_in_cute_dsl(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     older = dataclasses.replace(from_arch("sm_80"), gpu="NVIDIA A100")
     monkeypatch.setattr(targets, "detect", lambda device=None: older)
-    assert "none: no CuTe DSL kernel serves this GPU" in invoke().stderr
+    assert "nothing can be tuned: no CuTe DSL kernel serves this GPU" in invoke().stderr
 
 
 @pytest.mark.usefixtures("gpu")
@@ -567,7 +567,7 @@ def test_list_without_a_gpu(arch: str, name: str, kind: str, other: str) -> None
 def test_an_architecture_without_kernels_in_cute_dsl_has_no_classes() -> None:
     result = invoke("--list", "--arch", "sm_80")
     assert result.exit_code == cli.WRONG_USE
-    assert "none: no CuTe DSL kernel serves this GPU" in result.stderr
+    assert "nothing can be tuned: no CuTe DSL kernel serves this GPU" in result.stderr
 
 
 ROW_FAMILIES = (norm, sampling, softmax)

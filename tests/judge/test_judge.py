@@ -397,6 +397,16 @@ def test_nothing_of_a_candidate_runs_beside_its_peers(tmp_path: pathlib.Path, mo
     assert any("went on working after its last answer" in one for one in verdict["findings"]), text
 
 
+def test_the_example_of_the_page_is_accepted(tmp_path: pathlib.Path) -> None:
+    """docs/providers.md begins with it."""
+    page = pathlib.Path(benchmarks.__file__).parents[1] / "docs/providers.md"
+    file = tmp_path / "my_kernels.py"
+    file.write_text(page.read_text().split("```python\n# my_kernels.py\n")[1].partition("```")[0])
+    rows = {"rows": smallest_rows("softmax"), "peers": "none"}
+    console = Console(file=io.StringIO(), width=200)
+    assert judge.main(file, "softmax", None, judge.Options(seed=SEED, **rows), console) == 0, console.file
+
+
 def test_every_option_is_one_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = judge.Options(
         arch="sm_90a",
