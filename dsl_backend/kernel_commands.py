@@ -16,6 +16,7 @@ from rich.table import Column
 
 from dsl_backend import envs
 from dsl_backend.errors import InvalidInput
+from dsl_backend.experts import dispatch as experts
 from dsl_backend.runtime import cache, key, model, precompile, toolkit
 from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
@@ -54,6 +55,9 @@ def compile_model(
     if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
+    names = dict.fromkeys(entry.name for entry in experts.TABLE)
+    if experts_kernel is not None and experts_kernel not in names:
+        raise InvalidInput(f"{experts.OPERATION} has no kernel {experts_kernel!r}: choose one of {', '.join(names)}")
     read = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
     shape = replace(read, kv_cache_dtype=kv_cache_dtype, expert_parallel=expert_parallel, experts_kernel=experts_kernel)
     chips = [compilable(arch) for arch in arches]

@@ -32,6 +32,7 @@ from loadtests.figures import checked, milliseconds
 from loadtests.progress import Reporter
 from loadtests.records import Tick
 from loadtests.remote import Remote, UrlError
+from loadtests.results import OURS
 from loadtests.scenario import Level, Scenario, ScenarioError, load_all, names
 from loadtests.servers import BackendError, Served, check_flags, server_tpot_ms
 from loadtests.subjects import Subject, SubjectError, resolve
@@ -363,6 +364,19 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def check_backends(names: Sequence[str]) -> None:
+    """Raises ScenarioError: vLLM knows no such attention backend. It says so itself when it starts with one."""
+    with contextlib.suppress(ImportError):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        known = dict.fromkeys((OURS.upper(), *AttentionBackendEnum.__members__))
+        # As vLLM reads them.
+        if strange := [name for name in names if name.upper() not in known]:
+            raise ScenarioError(
+                f"--backends {' '.join(strange)}: vLLM has no such attention backend; choose from {', '.join(known)}"
+            )
+
+
 def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
     """The plan that the options describe.
 
@@ -391,6 +405,8 @@ def plan_of(options: argparse.Namespace, scratch: Path) -> Plan:
     seed = time.time_ns() % 10**9 if urls else 0
     if len(set(backends)) < len(backends):
         raise ScenarioError(f"--backends {' '.join(backends)}: a name occurs twice")
+    if options.backends:
+        check_backends(options.backends)
     check_flags(options.flags)
     if options.offline:
         offline.engine_arguments(options.flags)

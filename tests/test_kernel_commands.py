@@ -72,6 +72,10 @@ def test_kernels_of_experts_are_named(config: Path, monkeypatch: pytest.MonkeyPa
     done = invoke(*words, "--experts-kernel", "fast")
     assert done.exit_code == 2
     assert "experts has no kernel 'fast': choose one of cute" in done.stderr
+    # Also where the model has none.
+    config.write_text(json.dumps(MODEL))
+    done = invoke(*words, "--experts-kernel", "fast")
+    assert (done.exit_code, "experts has no kernel 'fast'" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])

@@ -5,7 +5,10 @@
 """
 
 import argparse
+import contextlib
+import errno
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +31,21 @@ def make_demo() -> Path:
     return DEMO
 
 
+def require_free(host: str, port: int) -> None:
+    """Ends the program if another one listens there: vLLM says so only when it has loaded the model."""
+    # Other errors are vLLM's to explain.
+    with contextlib.suppress(OSError, OverflowError):
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as probe:
+            # As vLLM's own: a port whose last connections are ending is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    sys.exit(f"serve: port {port} of {host} is in use: name another one with --port")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--host", default=LOCAL, help=f"address to listen on (default: {LOCAL}, this machine alone)")
@@ -40,6 +58,7 @@ def main() -> None:
         refuse_exposed(host)
     except ExposureError as error:
         parser.error(str(error))
+    require_free(host, options.port)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model or str(make_demo())]
     command += ["--attention-backend", "dsl", "--host", host, "--port", str(options.port)]
     if not options.model:

@@ -70,6 +70,7 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(servers, "serve", serve)
     monkeypatch.setattr(client, "run", run)
+    monkeypatch.setattr(compare, "check_backends", lambda names: None)
     return behaviour
 
 
@@ -173,6 +174,12 @@ def test_bad_input(
     assert says in capsys.readouterr().err
 
 
+def test_an_unknown_backend_is_refused_before_a_server_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm.v1.attention.backends.registry")
+    assert compare.main(["--model", "tiny", "--backends", "dsl", "NOPE", "cpu_attn"]) == compare.WRONG_USE
+    assert "--backends NOPE: vLLM has no such attention backend; choose from DSL, " in capsys.readouterr().err
+
+
 def test_rounds_are_counted_from_one() -> None:
     with pytest.raises(SystemExit):
         compare.parse(["--model", "tiny", "--rounds", "0"])
@@ -242,6 +249,7 @@ def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             yield {"event": "result", "scenario": scenario.id, "rates": [90.0, 110.0]}
 
     monkeypatch.setattr(offline.children, "offline", events)
+    monkeypatch.setattr(compare, "check_backends", lambda names: None)
     status, lines = run(tmp_path, "--offline", "--rounds", "2", "--", "--max-model-len", "64")
     assert status == 1
     runs = [line for line in lines if line["kind"] == "run"]

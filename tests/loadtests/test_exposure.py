@@ -2,6 +2,7 @@
 """Where servers listen, and what is written about their flags."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_make_serve_listens_on_this_machine_unless_told_otherwise(arguments: tup
     done = serve(*arguments, mode="1")
     public = host != "127.0.0.1"
     assert (done.returncode, "development mode" in done.stderr) == (2 if public else 0, public), done
+
+
+def test_make_serve_refuses_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = serve("--port", str(port))
+        said = f"serve: port {port} of 127.0.0.1 is in use: name another one with --port"
+        assert (done.returncode, done.stderr.strip(), done.stdout) == (1, said, "")
+    assert serve("--port", str(port)).returncode == 0
 
 
 def test_make_serve_prints_no_secret() -> None:
