@@ -255,7 +255,7 @@ def run(
             that scale, rounded and saturated at 6. Scales of rows that belong to no request are not written.
         lse: [tokens, heads_q] float32 of any strides without overlap; receives the natural logarithm of the softmax's
             denominator (sinks included).
-        sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks.
+        sinks: [heads_q] of float32, bfloat16 or float16, where the spec has sinks. A head with -inf has none.
         alibi_slopes: [heads_q] float32, where the spec has alibi.
         k_scale, v_scale: with fp8 or NVFP4 keys, one float32 each, or [heads_kv]; a real value is the stored value
             times its scale, and of NVFP4 times that of its block. With `spec.scales_by_request` [requests, heads_kv],

@@ -9,10 +9,8 @@ from dsl_backend import checks
 from dsl_backend.checks import require
 from dsl_backend.gemm.key import ConfigT, GemmKey
 from dsl_backend.gemm.spec import MOST, Dtypes
-from dsl_backend.quant.weight_only import DTYPES, WeightOnlyFormat
+from dsl_backend.quant.weight_only import DTYPES, MULTIPLE, WeightOnlyFormat
 
-# n and k are multiples: rows of x and of the output begin at 16 bytes.
-MULTIPLE = 8
 # Of the kernel for few rows' tile, which has registers for so many.
 MOST_ROWS = 64
 

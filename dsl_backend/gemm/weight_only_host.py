@@ -15,7 +15,8 @@ from dsl_backend.gemm.sm90.weight_only_configs import Config, WeightOnlyGemmConf
 from dsl_backend.gemm.sm90.weight_only_gemm import WeightOnlyGemm
 from dsl_backend.gemm.sm90.weight_only_small_m import WeightOnlySmallMGemm
 from dsl_backend.gemm.views import NUMERIC
-from dsl_backend.gemm.weight_only import MULTIPLE, WeightOnlyGemmSpec, WeightOnlyKey
+from dsl_backend.gemm.weight_only import WeightOnlyGemmSpec, WeightOnlyKey
+from dsl_backend.quant.weight_only import MULTIPLE
 from dsl_backend.runtime.compile import Function, compile_kernel
 from dsl_backend.runtime.target import Target
 

@@ -29,7 +29,7 @@ from dsl_backend import checks
 from dsl_backend.checks import require, short
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
-# Rows and columns of a weight come by so many, as products take them.
+# Rows and columns of a weight are multiples, so that rows of activations and of the output begin at 16 bytes.
 MULTIPLE = 8
 DTYPES = (torch.float16, torch.bfloat16)
 BITS = (4, 8)

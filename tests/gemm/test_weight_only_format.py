@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dsl_backend.errors import InvalidInput
-from dsl_backend.gemm import weight_only
-from dsl_backend.quant.weight_only import MULTIPLE, WeightOnlyFormat, base, by_tile, dequantized, pack, unpack
+from dsl_backend.quant.weight_only import WeightOnlyFormat, base, by_tile, dequantized, pack, unpack
 from dsl_backend.testing.weight_only import WeightOnlyCase, tensors
 
 KINDS = [
@@ -113,7 +112,3 @@ def test_refused_weights(changed: dict, words: str) -> None:
     parts = {name: parts[name] for name in ("values", "scale", "zero_points")}
     with pytest.raises(InvalidInput, match=words):
         pack(**{**parts, "kind": kind, **changed})
-
-
-def test_packed_sizes_are_those_of_products() -> None:
-    assert MULTIPLE == weight_only.MULTIPLE

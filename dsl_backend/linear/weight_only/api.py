@@ -13,10 +13,9 @@ import torch
 
 from dsl_backend import checks
 from dsl_backend.gemm.spec import MOST
-from dsl_backend.gemm.weight_only import MULTIPLE
 from dsl_backend.linear.weight_only import eager, ops
 from dsl_backend.linear.weight_only.eager import How
-from dsl_backend.quant.weight_only import WeightOnlyFormat, pack
+from dsl_backend.quant.weight_only import MULTIPLE, WeightOnlyFormat, pack
 
 __all__ = ["WeightOnlyFormat", "pack", "weight_only_linear"]
 
