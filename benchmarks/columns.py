@@ -39,10 +39,28 @@ def columns(
     return [*ours, *providers.of(operator), *providers.installed(operator)]
 
 
-def own_code(*files: str) -> tuple[pathlib.Path, ...]:
-    """Files of this package's kernels, from their paths in it."""
+def own_triton(
+    operator: str,
+    make: Callable[..., Any],
+    objections: Callable[..., Sequence[str]],
+    *files: str,
+    default: bool = True,
+) -> None:
+    """Makes this package's Triton kernel a column of its own.
+
+    Args:
+        make, objections: of a problem and a kernel's name, as in `columns`.
+        files: of the kernel, by their paths in the package.
+    """
     folder = pathlib.Path(providers.__file__).resolve().parent
-    return tuple(folder / file for file in files)
+    providers.provider(
+        operator,
+        name="Triton",
+        objections=partial(objections, kernel="triton"),
+        default=default,
+        package=providers.OURS,
+        code=[folder / file for file in files],
+    )(partial(make, kernel="triton"))
 
 
 def reasons(choose: Callable[[], object]) -> list[str]:

@@ -98,8 +98,7 @@ def merged(earlier: Record, later: Record) -> Record:
     differ between runs. A column whose result was wrong in the later run has no time.
     """
     own = this_package(earlier)
-    kept = {cell["provider"]: {"beside": own, **cell} for cell in measured(earlier)}
-    kept = {cell["provider"]: cell for cell in earlier["cells"]} | kept
+    kept = {cell["provider"]: {"beside": own, **cell} if "median_us" in cell else cell for cell in earlier["cells"]}
     for cell in later["cells"]:
         if "median_us" in cell or cell["status"] == "wrong" or "median_us" not in kept.get(cell["provider"], {}):
             kept.pop(cell["provider"], None)

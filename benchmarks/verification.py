@@ -9,7 +9,6 @@ costs is the difference.
 
 import importlib
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from dsl_backend.providers import Launch, Limits, Run, provider
@@ -21,7 +20,7 @@ from dsl_backend.sampling.verification_spec import NO_TOKEN, Distributions, Draf
 
 from .case import SMALLEST, TABLE, Case, case_of
 from .check import EXACT
-from .columns import missing, own_code, reasons
+from .columns import missing, own_triton, reasons
 from .operator import RowsOperator
 from .sampling import problems
 from .sampling.problems import FILTERS, NEAR
@@ -294,14 +293,7 @@ def vllm(problem: Problem, inputs: Inputs) -> Run | Launch:
     return Launch(run, view)  # type: ignore[arg-type]  # only `view` reads the result
 
 
-provider(
-    "verification",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    default=False,
-    package="dsl-backend",
-    code=own_code("sampling/triton/verification.py"),
-)(partial(ours, kernel="triton"))
+own_triton("verification", ours, objections, "sampling/triton/verification.py", default=False)
 
 
 def case(problem: Problem, group: str = TABLE) -> Case[Problem]:

@@ -22,6 +22,7 @@ from dsl_backend.runtime import family as families
 from dsl_backend.runtime import target as targets
 from dsl_backend.runtime.cache import Entry
 from dsl_backend.runtime.compile_process import Result
+from dsl_backend.runtime.dispatch import check_name
 from dsl_backend.runtime.precompile import Outcome, PrecompileSpec
 
 Say = Callable[[str], None]
@@ -55,9 +56,7 @@ def compile_model(
     if kv_cache_dtype not in ("auto", *model.KV_CACHE_DTYPES):
         accepted = ", ".join(["auto", *model.KV_CACHE_DTYPES])
         raise InvalidInput(f"--kv-cache-dtype {kv_cache_dtype} is not served: use one of {accepted}")
-    names = dict.fromkeys(entry.name for entry in experts.TABLE)
-    if experts_kernel is not None and experts_kernel not in names:
-        raise InvalidInput(f"{experts.OPERATION} has no kernel {experts_kernel!r}: choose one of {', '.join(names)}")
+    check_name(experts.OPERATION, experts.TABLE, experts_kernel)
     read = model.read(config, tensor_parallel=tensor_parallel, dtype=dtype)
     shape = replace(read, kv_cache_dtype=kv_cache_dtype, expert_parallel=expert_parallel, experts_kernel=experts_kernel)
     chips = [compilable(arch) for arch in arches]

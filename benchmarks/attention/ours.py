@@ -13,7 +13,7 @@ from dsl_backend.providers import Limits, Run, provider
 from dsl_backend.runtime import target as targets
 
 from ..check import FP8_LIMITS
-from ..columns import own_code, reasons
+from ..columns import own_triton, reasons
 from .inputs import Inputs
 from .problems import Problem, WriteProblem
 from .writes import WriteInputs
@@ -93,14 +93,14 @@ def write_kv(problem: WriteProblem, inputs: WriteInputs, kernel: str | None = No
     return run
 
 
-provider(
+own_triton(
     "prefill",
-    name="Triton",
-    objections=partial(objections, Operation.PREFILL, kernel="triton"),
+    attention,
+    partial(objections, Operation.PREFILL),
+    "attention/triton/prefill.py",
+    "attention/triton/tiles.py",
     default=False,
-    package="dsl-backend",
-    code=own_code("attention/triton/prefill.py", "attention/triton/tiles.py"),
-)(partial(attention, kernel="triton"))
+)
 
 provider(
     "prefill",

@@ -2,7 +2,6 @@
 """The providers of routed experts: this package, vLLM's Triton and DeepGEMM kernels, FlashInfer's CUTLASS kernels."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from dsl_backend.providers import Run, provider
 from dsl_backend.quant.format import BLOCK_SCALED, GROUP
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, own_code, reasons
+from ..columns import missing, own_triton, reasons
 from .problems import Inputs, Layer, Problem
 
 
@@ -183,10 +182,4 @@ def vllm_deep_gemm(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-provider(
-    "experts",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    package="dsl-backend",
-    code=own_code("experts/triton/kernels.py", "experts/triton/scaled.py"),
-)(partial(ours, kernel="triton"))
+own_triton("experts", ours, objections, "experts/triton/kernels.py", "experts/triton/scaled.py")

@@ -11,7 +11,7 @@ from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 from torch.nn import functional
 
-from ..columns import missing, needs_gpu, own_code, reasons
+from ..columns import missing, needs_gpu, own_triton, reasons
 from .problems import Inputs, Problem
 
 
@@ -130,10 +130,4 @@ def compiled(problem: Problem, inputs: Inputs) -> Run:
     return lambda index: made(inputs.layers[index].x, inputs.layers[index].weight)
 
 
-provider(
-    "linear",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    package="dsl-backend",
-    code=own_code("linear/triton/gemm.py"),
-)(partial(ours, kernel="triton"))
+own_triton("linear", ours, objections, "linear/triton/gemm.py")

@@ -2,7 +2,6 @@
 """The providers of RMSNorm: this package and its Triton kernel, quack, Liger, vLLM, FlashInfer and torch."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from dsl_backend.norm import api, dispatch
@@ -12,7 +11,7 @@ from dsl_backend.quant.format import GROUP
 from dsl_backend.quant.reference import LEAST_OF_GROUP
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, needs_gpu, own_code, reasons
+from ..columns import missing, needs_gpu, own_triton, reasons
 from .problems import EPS, Inputs, Problem
 
 
@@ -223,10 +222,4 @@ def compiled(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-provider(
-    "norm",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    package="dsl-backend",
-    code=own_code("norm/triton/kernel.py"),
-)(partial(ours, kernel="triton"))
+own_triton("norm", ours, objections, "norm/triton/kernel.py")

@@ -10,7 +10,7 @@ from dsl_backend.providers import Launch, Run, provider
 from dsl_backend.runtime import target as targets
 from dsl_backend.sampling import api, dispatch
 
-from ..columns import missing, own_code, reasons
+from ..columns import missing, own_triton, reasons
 from .problems import Inputs, Layer, Problem, only_exact
 
 VLLM_OPS = "vllm.v1.sample.ops.topk_topp_sampler"
@@ -121,13 +121,7 @@ def sorting(problem: Problem, inputs: Inputs) -> Run:
     return vllm_sampling(problem, inputs, "apply_top_k_top_p_pytorch")
 
 
-provider(
-    "sampling",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    package="dsl-backend",
-    code=own_code("sampling/triton/kernel.py"),
-)(partial(ours, kernel="triton"))
+own_triton("sampling", ours, objections, "sampling/triton/kernel.py")
 
 
 def masked(logits: torch.Tensor, layer: Layer) -> torch.Tensor:

@@ -6,7 +6,6 @@ A peer's gated layer is its product, then vLLM's kernel of the activation and it
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from dsl_backend.linear.scaled import api, dispatch
@@ -15,7 +14,7 @@ from dsl_backend.quant.format import ROW_SCALED, TENSOR_SCALED
 from dsl_backend.quant.reference import Quantized, dequantized
 from dsl_backend.runtime import target as targets
 
-from ..columns import missing, own_code, reasons
+from ..columns import missing, own_triton, reasons
 from .problems import Inputs, Layer, Problem
 
 DEEP_GEMM = "DeepGEMM"
@@ -230,10 +229,4 @@ def flashinfer(problem: Problem, inputs: Inputs) -> Launch:
     return activated(problem, inputs, product)
 
 
-provider(
-    "scaled-linear",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    package="dsl-backend",
-    code=own_code("linear/scaled/triton/gemm.py"),
-)(partial(ours, kernel="triton"))
+own_triton("scaled-linear", ours, objections, "linear/scaled/triton/gemm.py")

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The providers of softmax: this package and its Triton kernel, quack, Liger, FlashInfer, torch, torch.compile."""
 
-from functools import partial
-
 import torch
 from dsl_backend.providers import Run, provider
 from dsl_backend.runtime import target as targets
 from dsl_backend.softmax import api, dispatch
 from dsl_backend.softmax.spec import SoftmaxSpec
 
-from ..columns import missing, needs_gpu, own_code, reasons
+from ..columns import missing, needs_gpu, own_triton, reasons
 from .problems import Inputs, Problem
 
 
@@ -112,10 +110,4 @@ def flashinfer(problem: Problem, inputs: Inputs) -> Run:
     return run
 
 
-provider(
-    "softmax",
-    name="Triton",
-    objections=partial(objections, kernel="triton"),
-    package="dsl-backend",
-    code=own_code("softmax/triton/kernel.py"),
-)(partial(ours, kernel="triton"))
+own_triton("softmax", ours, objections, "softmax/triton/kernel.py")

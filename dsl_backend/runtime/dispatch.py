@@ -103,6 +103,13 @@ def named(table: Sequence[Entry[Spec]], spec: Spec, target: Target) -> list[Entr
     return [entry for entry in table if entry.by_name and not entry.objections(spec, target)]
 
 
+def check_name(operation: str, table: Sequence[Entry[Spec]], kernel: str | None) -> None:
+    """Raises InvalidInput: the table has no kernel of that name; None is the best that serves."""
+    names = list(dict.fromkeys(entry.name for entry in table))
+    if kernel is not None and kernel not in names:
+        raise InvalidInput(f"{operation} has no kernel {kernel!r}: choose one of {', '.join(names)}")
+
+
 def choose(
     operation: str, table: Sequence[Entry[Spec]], spec: Spec, target: Target, kernel: str | None = None
 ) -> Entry[Spec]:
@@ -116,9 +123,7 @@ def choose(
         InvalidInput: the table has no kernel of that name.
         Unsupported: no kernel, or not the one that was asked for, serves the problem; with every objection.
     """
-    names = list(dict.fromkeys(entry.name for entry in table))
-    if kernel is not None and kernel not in names:
-        raise InvalidInput(f"{operation} has no kernel {kernel!r}: choose one of {', '.join(names)}")
+    check_name(operation, table, kernel)
     objections: dict[str, list[str]] = {}
     asked = [entry for entry in table if (not entry.by_name if kernel is None else entry.name == kernel)]
     for entry in asked:
